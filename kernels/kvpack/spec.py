@@ -41,6 +41,7 @@ class Operand:
     dtype : one of ``equiv.fills.DTYPES`` (``"bf16"``, ``"fp16"``, ``"e4m3"``, ``"fp32"``).
     align_bytes : base alignment, and alignment of every pitch, for which identity is claimed.
     mutable : whether the op may write it; then its bytes are compared as an output.
+    layouts : views that deployments use, ``(pitches in elements, base offset in bytes)``.
 
     """
 
@@ -49,6 +50,7 @@ class Operand:
     dtype: str
     align_bytes: int = 16
     mutable: bool = False
+    layouts: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Candidate:
         kernel takes ``out={name: tensor}``.
     environment : variables to set before anything is imported.
     evidence : kernel or operator names one of which must appear in a profile of a call.
+    rows_per_second : rough speed on a CPU, by which a campaign sizes its cases; ``inf``
+        where it is no slower than the reference.
 
     """
 
@@ -93,6 +97,7 @@ class Candidate:
     guard: str = "dispatch"
     environment: Mapping[str, str] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
+    rows_per_second: float = float("inf")
 
 
 @dataclass(frozen=True)

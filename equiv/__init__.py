@@ -1,0 +1,1 @@
+"""Byte identity of op pairs: cases, lanes, campaigns, evidence and the verdict."""

@@ -1,0 +1,328 @@
+"""Guarded memory in which operands and outputs lie.
+
+Operands are strided views into one buffer. Everything in it that no element covers (bands on
+both sides, gaps between rows) carries a colour, and is compared with a pristine copy after the
+call, together with the elements: so an input that changed and a write out of bounds both show.
+Outputs come from a second buffer, poisoned with the colour before they are handed out; the run
+with the complementary colour tells an unwritten byte from one that happens to look right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from equiv.case import View
+from equiv.dtypes import DTYPES, DType, dtype_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from equiv.pairs import Operand
+
+COLOURS = (0xA5, 0x5A)
+"""Complementary bytes. Neither is a NaN, zero or common value of a dtype that outputs have."""
+
+BAND = 16 * 1024
+"""Guard bytes on each side of an operand or output: more than one 16-row block of keys writes."""
+
+BASE = 512
+"""Alignment of every base before its offset: what CUDA's caching allocator gives."""
+
+SPARSE_BYTES = 1 << 30
+"""On a CPU, operands that span more lie in an unreserved mapping, of which only rows are touched."""
+
+MAP_NORESERVE = 0x4000
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous uint8 tensors on one device hold the same bytes."""
+    if a.device.type == "cpu":
+        return a.numel() == b.numel() and not _libc.memcmp(a.data_ptr(), b.data_ptr(), a.numel())
+    return bool(torch.equal(a, b))
+
+
+def dense_pitches(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the pitches, in elements, of a row-major operand."""
+    pitches, step = [], 1
+    for extent in reversed(shape):
+        pitches.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(pitches))
+
+
+def span_elements(shape: Sequence[int], pitches: Sequence[int]) -> int:
+    """Return the distance from the first to just past the last element, in elements."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * p for n, p in zip(shape, pitches, strict=True))
+
+
+def has_gaps(shape: Sequence[int], pitches: Sequence[int]) -> bool:
+    """Whether some byte of the span belongs to no element, or to several."""
+    return span_elements(shape, pitches) != math.prod(shape) or any(
+        p == 0 and n > 1 for n, p in zip(shape, pitches, strict=True)
+    )
+
+
+def is_aligned(operand: Operand, view: View | None) -> bool:
+    """Whether the base and every pitch in use are multiples of the operand's alignment."""
+    if view is None:
+        return True
+    itemsize = DTYPES[operand.dtype].itemsize
+    pitches = [p for n, p in zip(operand.shape, view.pitches, strict=True) if n > 1][:-1]
+    last = operand.shape[-1] if operand.shape else 1
+    bytes_ = [p * itemsize for p in pitches] if last > 1 else []
+    return all(x % operand.align_bytes == 0 for x in (view.offset_bytes, *bytes_))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One operand in the buffer: where its first element lies, and what it spans."""
+
+    operand: Operand
+    dtype: DType
+    pitches: tuple[int, ...]
+    start: int
+    span_bytes: int
+    gaps: bool
+
+
+class Arena:
+    """The buffer of a case's inputs on one device, and its pristine copy.
+
+    Parameters
+    ----------
+    device : ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.placed: list[Placed] = []
+        self.used = 0
+        self.sparse = False
+
+    def _reserve(self, size: int) -> None:
+        held = self._buffers[0].numel() if self._buffers else 0
+        if self.sparse or held < size or held > max(8 * size, 1 << 28):
+            self._buffers = None
+            if self.sparse:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+                region = mmap.mmap(-1, size, flags=flags)
+                buffer = torch.frombuffer(region, dtype=torch.uint8)
+                self._buffers = (buffer, buffer)
+                return
+            room = size + (size >> 2) + BASE
+            self._buffers = (self._aligned(room), self._aligned(room))
+
+    def _aligned(self, size: int) -> torch.Tensor:
+        raw = torch.empty(size + BASE, dtype=torch.uint8, device=self.device)
+        return raw[-raw.data_ptr() % BASE :][:size]
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The bytes that the candidate sees."""
+        assert self._buffers is not None
+        return self._buffers[0]
+
+    @property
+    def pristine(self) -> torch.Tensor:
+        """What they must still be afterwards."""
+        assert self._buffers is not None
+        return self._buffers[1]
+
+    def place(self, operands: Sequence[Operand], views: Mapping[str, View]) -> None:
+        """Lay the operands out; the old contents are gone."""
+        self.placed = []
+        at = 0
+        for operand in operands:
+            dtype = DTYPES[operand.dtype]
+            view = views.get(operand.name) or View(dense_pitches(operand.shape))
+            at = -(-(at + BAND) // BASE) * BASE + view.offset_bytes
+            span = span_elements(operand.shape, view.pitches) * dtype.itemsize
+            gaps = has_gaps(operand.shape, view.pitches)
+            self.placed.append(Placed(operand, dtype, view.pitches, at, span, gaps))
+            at += span + BAND
+        self.used = at
+        self.sparse = self.device.type == "cpu" and at > SPARSE_BYTES
+        self._reserve(at)
+
+    def _typed(self, source: torch.Tensor, p: Placed, dtype: torch.dtype) -> torch.Tensor:
+        base = source[p.start : p.start + max(p.span_bytes, p.dtype.itemsize)]
+        if p.start % p.dtype.itemsize:
+            msg = f"offset {p.start} isn't a multiple of the element size"
+            raise ValueError(msg)
+        return torch.as_strided(base.view(dtype), p.operand.shape, p.pitches)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the operands as the caller would hold them."""
+        return {p.operand.name: self._typed(self.buffer, p, p.dtype.torch()) for p in self.placed}
+
+    def _integers(self, source: torch.Tensor, p: Placed) -> torch.Tensor:
+        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[p.dtype.itemsize]
+        return self._typed(source, p, kind)
+
+    def _write(self, p: Placed, bits: NDArray[Any]) -> None:
+        kind = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[p.dtype.itemsize]
+        values = torch.from_numpy(np.ascontiguousarray(bits).view(kind))
+        target = self._integers(self.pristine, p)
+        if not p.gaps or all(s != 0 or n < 2 for n, s in zip(p.operand.shape, p.pitches, strict=True)):
+            target.copy_(values)
+            return
+        # A pitch of 0: every index along it is the same element; the first one's bits stand.
+        index = tuple(
+            slice(0, 1) if s == 0 else slice(None)
+            for s in p.pitches
+        )
+        target[index].copy_(values[index])
+
+    def paint(self, colour: int, bits: Mapping[str, NDArray[Any]], *, again: bool = False) -> None:
+        """Write elements, and the colour everywhere else, to both copies.
+
+        With ``again`` the elements are known to be in place: only bands and gaps change.
+        """
+        at = 0
+        for p in self.placed:
+            if not self.sparse:
+                self.pristine[at : p.start].fill_(colour)
+                if p.gaps:
+                    self.pristine[p.start : p.start + p.span_bytes].fill_(colour)
+            if (p.gaps or not again) and p.span_bytes:
+                self._write(p, bits[p.operand.name])
+            at = p.start + p.span_bytes
+        if not self.sparse:
+            self.pristine[at : self.used].fill_(colour)
+            self.buffer[: self.used].copy_(self.pristine[: self.used])
+
+    def read(self, source: torch.Tensor, name: str) -> NDArray[Any]:
+        """Return an operand's elements as an array of bits in its shape."""
+        p = next(p for p in self.placed if p.operand.name == name)
+        array: NDArray[Any] = self._integers(source, p).cpu().contiguous().numpy()
+        return array.view(p.dtype.bits)
+
+    def changed(self, bits: Mapping[str, NDArray[Any]]) -> list[tuple[str, int]]:
+        """Return what changed: ``(operand or "band before/after ...", byte)``, the first of each.
+
+        Operands that the op may write are read as outputs, not here.
+        """
+        if self.sparse:
+            return [
+                (p.operand.name, 0)
+                for p in self.placed
+                if not np.array_equal(self.read(self.buffer, p.operand.name), bits[p.operand.name])
+            ]
+        if same_bytes(self.buffer[: self.used], self.pristine[: self.used]):
+            return []
+        wrong = (self.buffer[: self.used] != self.pristine[: self.used]).nonzero()[:, 0].cpu().numpy()
+        found: list[tuple[str, int]] = []
+        for p in self.placed:
+            before = wrong[(wrong < p.start) & (wrong >= p.start - BAND)]
+            inside = wrong[(wrong >= p.start) & (wrong < p.start + p.span_bytes)]
+            after = wrong[
+                (wrong >= p.start + p.span_bytes) & (wrong < p.start + p.span_bytes + BAND)
+            ]
+            if len(before):
+                found.append((f"band before {p.operand.name}", int(before[-1]) - p.start))
+            if len(inside):
+                same = np.array_equal(self.read(self.buffer, p.operand.name), bits[p.operand.name])
+                name = f"gap of {p.operand.name}" if same else p.operand.name
+                if not (p.operand.mutable and not same):
+                    found.append((name, int(inside[0]) - p.start))
+            if len(after):
+                found.append((f"band after {p.operand.name}", int(after[0]) - p.start))
+        return found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view into this buffer."""
+        if self._buffers is None or tensor.device != self.buffer.device:
+            return False
+        begin = self.buffer.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.buffer.numel()
+
+
+@dataclass(frozen=True)
+class Served:
+    """One allocation served from the output buffer."""
+
+    start: int
+    size: int
+
+
+class OutputArena:
+    """Poisoned, banded memory for what a candidate allocates."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._buffer: torch.Tensor | None = None
+        self.served: list[Served] = []
+        self._at = 0
+        self.colour = COLOURS[0]
+
+    def begin(self, colour: int, room: int) -> None:
+        """Forget what was served; make room for ``room`` bytes of outputs and as much again."""
+        size = 2 * room + 16 * (BAND + BASE)
+        held = self._buffer.numel() if self._buffer is not None else 0
+        if held < size or held > max(8 * size, 1 << 28):
+            self._buffer = None
+            raw = torch.empty(size + (size >> 2) + BASE, dtype=torch.uint8, device=self.device)
+            self._buffer = raw[-raw.data_ptr() % BASE :]
+        self.colour = colour
+        self.served = []
+        self._at = 0
+
+    def serve(
+        self, shape: Sequence[int], pitches: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return poisoned memory with bands, or None where there is no room left."""
+        assert self._buffer is not None
+        size = span_elements(shape, pitches) * dtype.itemsize
+        start = -(-(self._at + BAND) // BASE) * BASE
+        end = start + size + BAND
+        if end > self._buffer.numel():
+            return None
+        self._buffer[self._at : end].fill_(self.colour)
+        self._at = end
+        self.served.append(Served(start, size))
+        base = self._buffer[start : start + max(size, dtype.itemsize)].view(dtype)
+        return torch.as_strided(base, tuple(shape), tuple(pitches))
+
+    def overrun(self) -> tuple[int, int] | None:
+        """Return (which allocation, byte relative to its end or start) of a write out of bounds."""
+        assert self._buffer is not None
+        at = 0
+        for i, s in enumerate(self.served):
+            for begin, end, origin in (
+                (at, s.start, s.start),
+                (s.start + s.size, s.start + s.size + BAND, s.start + s.size),
+            ):
+                band = self._buffer[begin:end]
+                if not bool((band == self.colour).all()):
+                    wrong = (band != self.colour).nonzero()[:, 0]
+                    return i, begin + int(wrong[0]) - origin
+            at = s.start + s.size + BAND
+        return None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory served since ``begin``."""
+        if self._buffer is None or tensor.device != self._buffer.device:
+            return False
+        at = tensor.data_ptr() - self._buffer.data_ptr()
+        return any(s.start <= at < s.start + max(s.size, 1) for s in self.served)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name of ``equiv.dtypes``."""
+    return dtype_of(name).torch()

@@ -1,0 +1,123 @@
+"""The one byte comparison of the project.
+
+``torch.equal`` on fp8 is False for equal NaN bytes, and ``assert_close`` takes 00 for 80 and 7F for
+FF: so elements are compared as integers of their own size, and nothing has a tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from equiv.dtypes import DTYPES, describe, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from equiv.pairs import Output
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where and how one output departs from what is expected.
+
+    Attributes
+    ----------
+    output : its name.
+    elements, bytes : how many differ.
+    total_elements : of the output.
+    index : the first one, in the output's shape.
+    place : the same in words, ``token 3, head 1, column 130 (rope)``.
+    expected, actual : its bits.
+    dtype : of the output.
+
+    """
+
+    output: str
+    elements: int
+    bytes: int
+    total_elements: int
+    index: tuple[int, ...]
+    place: str
+    expected: int
+    actual: int
+    dtype: str
+
+    def sentence(self) -> str:
+        """Return the difference in one line."""
+        dtype = DTYPES[self.dtype]
+        return (
+            f"{self.output}: {self.bytes:,} bytes in {self.elements:,} of {self.total_elements:,} elements; "
+            f"first at {self.place}: expected {describe(self.expected, dtype)}, got "
+            f"{describe(self.actual, dtype)}: {explain(self.expected, self.actual, dtype)}"
+        )
+
+
+def place_of(output: Output, index: tuple[int, ...]) -> str:
+    """Say which element an index is: ``token 3, head 1, column 130 (rope)``."""
+    words = [f"{axis} {i}" for axis, i in zip(output.axes, index, strict=True)]
+    part = next((n for n, (lo, hi) in output.parts.items() if lo <= index[-1] < hi), None)
+    return ", ".join(words) + (f" ({part})" if part else "")
+
+
+def part_of(output: Output, column: int) -> str:
+    """Name the column range of an output, ``k.rope``; the output alone where it has none."""
+    part = next((n for n, (lo, hi) in output.parts.items() if lo <= column < hi), None)
+    return f"{output.name}.{part}" if part else output.name
+
+
+def differing(expected: NDArray[Any], actual: NDArray[Any]) -> NDArray[np.bool_] | None:
+    """Return the mask of elements whose bits differ, or None where none does.
+
+    Parameters
+    ----------
+    expected, actual : arrays of bits of equal shape and dtype (``uint8``, ``uint16``, ...).
+
+    """
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        msg = f"can't compare {expected.dtype}{expected.shape} with {actual.dtype}{actual.shape}"
+        raise ValueError(msg)
+    if np.array_equal(expected, actual):
+        return None
+    return np.asarray(expected != actual)
+
+
+def summarise(
+    output: Output, expected: NDArray[Any], actual: NDArray[Any], mask: NDArray[np.bool_]
+) -> Difference:
+    """Describe the differing elements under ``mask``, which holds at least one."""
+    flat = int(np.argmax(mask))
+    index = tuple(int(i) for i in np.unravel_index(flat, mask.shape))
+    a, b = np.ascontiguousarray(expected[mask]), np.ascontiguousarray(actual[mask])
+    return Difference(
+        output=output.name,
+        elements=len(a),
+        bytes=int((a.view(np.uint8) != b.view(np.uint8)).sum()),
+        total_elements=int(mask.size),
+        index=index,
+        place=place_of(output, index),
+        expected=int(expected[index]),
+        actual=int(actual[index]),
+        dtype=output.dtype,
+    )
+
+
+def voices(
+    reference: Mapping[str, int], actual: Mapping[str, int], oracle: Mapping[str, int] | None, output: str
+) -> str:
+    """Say who the oracle says is wrong at one element."""
+    if oracle is None:
+        return "no oracle for this case"
+    right = oracle[output]
+    stock_right, candidate_right = reference[output] == right, actual[output] == right
+    if stock_right and not candidate_right:
+        return "the oracle agrees with the reference: the candidate is wrong"
+    if candidate_right and not stock_right:
+        return "the oracle agrees with the candidate: the reference departs from the model"
+    if not candidate_right:
+        return f"the oracle agrees with neither (it says {right:x})"
+    return "the oracle agrees with both"

@@ -1,0 +1,38 @@
+"""Errors that bytegate shows to people, and the exit codes.
+
+    BytegateError
+    ├── UsageError           exit 2: bad option, name, file or case
+    └── WorkerError         exit 4: the suite's own worker can't do its job
+
+Every message is one line: what was wrong, what was expected, what to do.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a command's exit code means, for every command of the project."""
+
+    PASS = 0
+    FAIL = 1
+    USAGE = 2
+    INCONCLUSIVE = 3
+    INVALID = 4
+
+
+class BytegateError(Exception):
+    """Root of the errors shown as one line."""
+
+    exit_code: ExitCode = ExitCode.INVALID
+
+
+class UsageError(BytegateError):
+    """An option, name, file or case that can't be used."""
+
+    exit_code = ExitCode.USAGE
+
+
+class WorkerError(BytegateError):
+    """A worker process of the suite itself failed; nothing can be said of the candidate."""

@@ -1,0 +1,157 @@
+"""What surrounds one call of a candidate: served allocations, poisoned malloc, global state."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equiv.arena import dense_pitches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from equiv.arena import OutputArena
+
+_aten = torch.ops.aten
+
+
+class ServeAllocations(TorchDispatchMode):
+    """Serve ``torch.empty`` and its kin from an ``OutputArena`` while the mode is active.
+
+    Only for candidates that aren't compiled by torch: under a dispatch mode their compiled code
+    silently gives way to eager ops.
+    """
+
+    def __init__(self, arena: OutputArena) -> None:
+        super().__init__()
+        self.arena = arena
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Serve an allocation, or run the op as it is."""
+        kwargs = kwargs or {}
+        wanted = _wanted(func, args, kwargs)
+        if wanted is not None:
+            shape, pitches, dtype, device = wanted
+            same = device.type == self.arena.device.type and (
+                device.index is None or device.index == (self.arena.device.index or 0)
+            )
+            if same and kwargs.get("layout") in {None, torch.strided} and not kwargs.get("pin_memory"):
+                served = self.arena.serve(shape, pitches, dtype)
+                if served is not None:
+                    return served
+        return func(*args, **kwargs)
+
+
+def _wanted(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device] | None:
+    """Return (shape, pitches, dtype, device) of an allocation without contents, else None."""
+    default = torch.device("cpu")
+    if func is _aten.empty.memory_format:
+        if kwargs.get("memory_format") not in {None, torch.contiguous_format}:
+            return None
+        shape = tuple(args[0])
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return shape, dense_pitches(shape), dtype, torch.device(kwargs.get("device") or default)
+    if func is _aten.empty_strided.default:
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return tuple(args[0]), tuple(args[1]), dtype, torch.device(kwargs.get("device") or default)
+    if func in {_aten.new_empty.default, _aten.empty_like.default}:
+        like = args[0]
+        shape = tuple(args[1]) if func is _aten.new_empty.default else tuple(like.shape)
+        pitches = dense_pitches(shape)
+        if func is _aten.empty_like.default and not like.is_contiguous():
+            return None
+        return (
+            shape,
+            pitches,
+            kwargs.get("dtype") or like.dtype,
+            torch.device(kwargs.get("device") or like.device),
+        )
+    if func is _aten.new_empty_strided.default:
+        like = args[0]
+        return (
+            tuple(args[1]),
+            tuple(args[2]),
+            kwargs.get("dtype") or like.dtype,
+            torch.device(kwargs.get("device") or like.device),
+        )
+    return None
+
+
+M_PERTURB = -6
+"""glibc's mallopt parameter: bytes of fresh memory become the complement of its value."""
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        found = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+_MALLOPT = _mallopt()
+
+
+@contextmanager
+def poisoned_malloc(colour: int) -> Iterator[bool]:
+    """Fill what ``malloc`` hands out with ``colour``; yields whether the C library can.
+
+    It covers outputs that a compiled candidate allocates out of sight of torch's dispatcher.
+    """
+    if _MALLOPT is None:
+        yield False
+        return
+    _MALLOPT(M_PERTURB, colour ^ 0xFF)
+    try:
+        yield True
+    finally:
+        _MALLOPT(M_PERTURB, 0)
+
+
+def global_state() -> dict[str, Any]:
+    """Return what a kernel must leave as it found it."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default device": str(torch.get_default_device()),
+        "threads": torch.get_num_threads(),
+        "CUDA device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        "CUDA stream": torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None,
+    }
+
+
+def restore_state(state: dict[str, Any]) -> None:
+    """Put back what ``global_state`` recorded."""
+    torch.set_default_dtype(state["default dtype"])
+    torch.set_grad_enabled(state["grad mode"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+    torch.set_default_device(None if state["default device"] == "cpu" else state["default device"])
+    torch.set_num_threads(state["threads"])
+    if state["CUDA device"] is not None:
+        torch.cuda.set_device(state["CUDA device"])
+
+
+def uses_dynamo() -> bool:
+    """Whether anything was compiled by torch in this process so far."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return False
+    counters: Any = utils.counters
+    return bool(counters["stats"].get("unique_graphs", 0) or counters["frames"].get("ok", 0))

@@ -1,0 +1,283 @@
+"""The ledger: declared divergences, enforced both ways.
+
+Each ``[[divergence]]`` of ``ledger.toml`` names a pair, candidates, the cases and elements in which
+the bytes may differ, the versions in which they do, the bytes themselves, a reason and a
+reference. A difference that no entry covers fails the run. An entry that applies to the run (its
+candidate, device and versions are there, and cases that meet its predicate ran) and was never
+seen fails it too: a ledger doesn't keep what is no longer true.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
+
+from equiv.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+KINDS = ("bytes", "crash", "raised", "last_error", "hang")
+"""What a declared divergence looks like: other bytes, or one of the findings of that name."""
+
+AGAINST = ("reference", "oracle")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One declared divergence.
+
+    Attributes
+    ----------
+    id : short name, shown in reports.
+    pair, candidates : to which it applies; the candidate ``"stock"`` with ``against = "oracle"`` is
+        the reference itself, departing from the model.
+    devices : device types, ``"cpu"`` or ``"cuda"``.
+    versions : package to specifier, e.g. ``{"torch": ">=2.11,<2.12"}``; all must hold.
+    kind : one of ``KINDS``.
+    against : what the candidate is compared with.
+    case : values of the point that it is limited to, e.g. ``{"fp8": [1]}``.
+    alignment : ``"any"``, ``"aligned"`` or ``"misaligned"``.
+    element : class of the input element (``pair.classes``) for ``bytes``.
+    expected, actual : bytes allowed on either side, or the name of a model of the pair
+        (``pair.models``) that gives the actual byte.
+    reason, reference : why, and where it is written up. Both mandatory.
+
+    """
+
+    id: str
+    pair: str
+    candidates: tuple[str, ...]
+    devices: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+    kind: str
+    against: str
+    case: tuple[tuple[str, tuple[int | str, ...]], ...]
+    alignment: str
+    element: str | None
+    expected: tuple[int, ...] | None
+    actual: tuple[int, ...] | str | None
+    reason: str
+    reference: str
+
+    def applies(self, pair: str, candidate: str, device: str, versions: Mapping[str, str]) -> bool:
+        """Whether it speaks of this pair, candidate, device type and set of versions."""
+        if pair != self.pair or candidate not in self.candidates:
+            return False
+        if device.partition(":")[0] not in self.devices:
+            return False
+        for package, specifier in self.versions:
+            version = versions.get(package)
+            if version is None:
+                return False
+            if not SpecifierSet(specifier, prereleases=True).contains(
+                Version(version.partition("+")[0])
+            ):
+                return False
+        return True
+
+    def covers_case(self, point: Mapping[str, Any], *, aligned: bool) -> bool:
+        """Whether it speaks of this point and alignment."""
+        if self.alignment != "any" and (self.alignment == "aligned") != aligned:
+            return False
+        return all(point.get(name) in values for name, values in self.case)
+
+
+def elements_covered(
+    entries: Sequence[Entry],
+    classes: Mapping[str, Any],
+    models: Mapping[str, Any],
+    source_bits: NDArray[Any],
+    source_dtype: str,
+    expected: NDArray[Any],
+    actual: NDArray[Any],
+) -> list[tuple[Entry, NDArray[np.bool_]]]:
+    """Say which of the differing elements each entry declares.
+
+    Parameters
+    ----------
+    entries : that apply to the case, of kind ``bytes``.
+    source_bits, expected, actual : flat arrays of equal length, one element for each difference:
+        the input's bits, and the output's bits on either side.
+
+    Returns
+    -------
+    One mask for each entry that covers anything; an element counts for the first one only.
+
+    """
+    left = np.ones(len(source_bits), dtype=bool)
+    found = []
+    for entry in entries:
+        mask = left.copy()
+        if entry.element is not None:
+            mask &= np.asarray(classes[entry.element](source_bits, source_dtype), dtype=bool)
+        if entry.expected is not None:
+            mask &= np.isin(expected, entry.expected)
+        if isinstance(entry.actual, str):
+            mask &= actual == models[entry.actual](source_bits, source_dtype)
+        elif entry.actual is not None:
+            mask &= np.isin(actual, entry.actual)
+        if mask.any():
+            found.append((entry, mask))
+            left &= ~mask
+    return found
+
+
+@dataclass
+class Seen:
+    """How often an entry was met in a run."""
+
+    elements: int = 0
+    cases: int = 0
+    eligible_cases: int = 0
+    patterns: dict[str, set[int]] = field(default_factory=dict)
+    """Distinct input patterns by ``"dtype position"``, e.g. ``"bf16 k.nope"``."""
+
+
+def _bytes_of(where: str, value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(x, 16) for x in value)
+    except (TypeError, ValueError):
+        msg = f"{where} must be a list of hex strings such as ['7f', 'ff'], not {value!r}"
+        raise UsageError(msg) from None
+
+
+_FIELDS = {
+    "id",
+    "pair",
+    "candidates",
+    "devices",
+    "versions",
+    "kind",
+    "against",
+    "case",
+    "alignment",
+    "element",
+    "expected",
+    "actual",
+    "reason",
+    "reference",
+}
+_MANDATORY = ("id", "pair", "candidates", "devices", "kind", "reason", "reference")
+
+
+def _entry(raw: Any, where: str) -> Entry:
+    if not isinstance(raw, dict):
+        msg = f"{where}: expected a table, got {type(raw).__name__}"
+        raise UsageError(msg)
+    unknown = sorted(set(raw) - _FIELDS)
+    missing = [f for f in _MANDATORY if not raw.get(f)]
+    if unknown or missing:
+        what = f"unknown fields {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
+        msg = f"{where} ({raw.get('id', 'no id')}): {what}"
+        raise UsageError(msg)
+    where = f"{where} ({raw['id']})"
+    for name, allowed in (
+        ("kind", KINDS),
+        ("against", AGAINST),
+        ("alignment", ("any", "aligned", "misaligned")),
+    ):
+        value = raw.get(name, allowed[0])
+        if value not in allowed:
+            msg = f"{where}: {name} is {value!r}, expected one of {', '.join(allowed)}"
+            raise UsageError(msg)
+    for name in ("candidates", "devices"):
+        value = raw[name]
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            msg = f"{where}: {name} must be a list of strings"
+            raise UsageError(msg)
+    case, versions = raw.get("case", {}), raw.get("versions", {})
+    if not isinstance(case, dict) or not isinstance(versions, dict):
+        msg = f"{where}: case and versions must be tables"
+        raise UsageError(msg)
+    for specifier in versions.values():
+        try:
+            SpecifierSet(str(specifier))
+        except InvalidSpecifier:
+            msg = f"{where}: {specifier!r} is no version specifier such as '>=2.11,<2.12'"
+            raise UsageError(msg) from None
+    actual = raw.get("actual")
+    if actual is not None and not isinstance(actual, str):
+        actual = _bytes_of(f"{where}: actual", actual)
+    expected = raw.get("expected")
+    return Entry(
+        id=str(raw["id"]),
+        pair=str(raw["pair"]),
+        candidates=tuple(raw["candidates"]),
+        devices=tuple(raw["devices"]),
+        versions=tuple((str(k), str(v)) for k, v in versions.items()),
+        kind=raw["kind"],
+        against=raw.get("against", "reference"),
+        case=tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in case.items()),
+        alignment=raw.get("alignment", "any"),
+        element=raw.get("element"),
+        expected=None if expected is None else _bytes_of(f"{where}: expected", expected),
+        actual=actual,
+        reason=str(raw["reason"]),
+        reference=str(raw["reference"]),
+    )
+
+
+def default_path() -> Path:
+    """Return the ledger that ships with the suite."""
+    return Path(str(resources.files("equiv").joinpath("ledger.toml")))
+
+
+def load(path: Path | None = None) -> tuple[Entry, ...]:
+    """Read a ledger.
+
+    Raises
+    ------
+    UsageError : unreadable, not TOML, unknown or missing fields, doubled ids; names the entry.
+
+    """
+    path = path or default_path()
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        msg = f"can't read the ledger {path}: {getattr(e, 'strerror', None) or e}; give --ledger a TOML file"
+        raise UsageError(msg) from None
+    except tomllib.TOMLDecodeError as e:
+        msg = f"the ledger {path} isn't valid TOML: {e}"
+        raise UsageError(msg) from None
+    unknown = sorted(set(raw) - {"divergence"})
+    table = raw.get("divergence", [])
+    if unknown or not isinstance(table, list):
+        msg = f"the ledger {path} must hold [[divergence]] tables alone, found {', '.join(unknown) or type(table).__name__}"
+        raise UsageError(msg)
+    entries = tuple(_entry(r, f"the ledger {path}, entry {i + 1}") for i, r in enumerate(table))
+    ids = [e.id for e in entries]
+    doubled = sorted({i for i in ids if ids.count(i) > 1})
+    if doubled:
+        msg = f"the ledger {path} has several entries called {', '.join(doubled)}; ids must differ"
+        raise UsageError(msg)
+    return entries
+
+
+def check_names(entries: Sequence[Entry], pair: Any) -> None:
+    """Check that element classes and models named by the ledger are ones that the pair has.
+
+    Raises
+    ------
+    UsageError : with the entry and the known names.
+
+    """
+    models = getattr(pair, "models", {})
+    for e in entries:
+        if e.pair != pair.name:
+            continue
+        if e.element is not None and e.element not in pair.classes:
+            msg = f"ledger entry {e.id}: unknown element class {e.element!r}; pair {pair.name} has {', '.join(pair.classes)}"
+            raise UsageError(msg)
+        if isinstance(e.actual, str) and e.actual not in models:
+            msg = f"ledger entry {e.id}: unknown model {e.actual!r}; pair {pair.name} has {', '.join(models) or 'none'}"
+            raise UsageError(msg)

@@ -274,7 +274,7 @@ def _own_environment(session: nox.Session) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_UN)
             _hold(session, lock, fcntl.LOCK_EX)
             if _stamp() != _wanted():
-                _build(session)
+                _build(session, lock)
         yield ENVIRONMENT / "bin" / "python"
 
 
@@ -286,26 +286,35 @@ def _hold(session: nox.Session, lock: IO[str], kind: int) -> None:
         fcntl.flock(lock, kind)
 
 
-def _build(session: nox.Session) -> None:
+def _build(session: nox.Session, lock: IO[str]) -> None:
     """Make the environment, or renew what pyproject.toml asks for in a sound one."""
-    session.log("setting up .nox/bytegate: once, some minutes, about 2 GB")
+    session.log("setting up .nox/bytegate: once, about a minute and what the network takes, 2 GB")
     sound = _stamp().get("base") == _wanted()["base"]
     STAMP.unlink(missing_ok=True)
     if not sound:
         shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(ENVIRONMENT))
+        _set_up(session, lock, sys.executable, "-m", "virtualenv", "--quiet", str(ENVIRONMENT))
     pip = (str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
-    session.run(*pip, "install", "--quiet", "pip>=25.1")  # the first to know --group
+    _set_up(session, lock, *pip, "install", "--quiet", "pip>=25.1")  # the first to know --group
     try:
-        session.run(*pip, "install", TORCH)
+        _set_up(session, lock, *pip, "install", TORCH)
     except CommandFailed:
         session.log(f"no {TORCH} where pip looks: trying PyTorch's own index")
-        session.run(*pip, "install", "--index-url", TORCH_INDEX, TORCH)
+        _set_up(session, lock, *pip, "install", "--index-url", TORCH_INDEX, TORCH)
     groups = [word for group in GROUPS for word in ("--group", group)]
-    session.run(*pip, "install", TORCH, TRITON, "--editable", ".[report,triton]", *groups)
+    project = ("--editable", ".[report,triton]", *groups)
+    _set_up(session, lock, *pip, "install", TORCH, TRITON, *project)
     fresh = STAMP.with_suffix(".new")
     fresh.write_text(json.dumps(_wanted()), encoding="utf-8")
     fresh.replace(STAMP)
+
+
+def _set_up(session: nox.Session, lock: IO[str], *command: str) -> None:
+    """Run a step that holds the lock itself: should nox be killed, others still wait for it."""
+    session.log(shlex.join(command))
+    done = subprocess.run(command, pass_fds=(lock.fileno(),), check=False)
+    if done.returncode:
+        raise CommandFailed(f"{shlex.join(command)} ended with exit code {done.returncode}")
 
 
 def _stamp() -> dict[str, Any]:

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 pytest.importorskip("nox", reason="nox is not installed here; the checkout works without it")
 
@@ -37,6 +39,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("noxfile.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "equiv").mkdir()
+    (tmp_path / "equiv" / "__init__.py").touch()
     (tmp_path / "equiv" / "__main__.py").write_text(STUB, encoding="utf-8")
     return tmp_path
 
@@ -137,36 +140,40 @@ def noxfile(loaded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / ".nox" / "bytegate")
     monkeypatch.setattr(module, "STAMP", tmp_path / ".nox" / "bytegate" / "stamp.json")
     monkeypatch.setattr(module, "LOCK", tmp_path / ".nox" / "bytegate.lock")
+    monkeypatch.setattr(module, "_set_up", module._set_up)  # each test brings its own
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return module
 
 
-class FakeSession(SimpleNamespace):
-    """Stands in for nox's session: records commands, and fails where it is told to."""
+class Commands:
+    """Stands in for nox's session and for running commands: records both."""
 
-    def __init__(self, fails_at: str = "") -> None:
-        super().__init__(name="tests", commands=[], lines=[], fails_at=fails_at)
+    def __init__(self, noxfile: ModuleType, fails_at: str = "") -> None:
+        self.lines: list[str] = []
+        self.commands: list[str] = []
+        self.fails_at = fails_at
+        self.fails = noxfile.CommandFailed
 
     def log(self, line: str) -> None:
         self.lines.append(line)
 
-    def run(self, *command: str) -> None:
-        from nox.command import CommandFailed  # noqa: PLC0415 - only where nox is installed
-
+    def step(self, _session: object, lock: IO[str], *command: str) -> None:
         line = " ".join(command)
         self.commands.append(line)
+        with Path(lock.name).open("a") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if "virtualenv" in line:
             Path(command[-1]).mkdir(parents=True)
         if self.fails_at and re.search(self.fails_at, line):
-            raise CommandFailed(line)
+            raise self.fails(line)
 
 
 def set_up(noxfile: ModuleType, fails_at: str = "") -> list[str]:
-    session: Any = FakeSession(fails_at)
-    with noxfile._own_environment(session):
+    recorded = Commands(noxfile, fails_at)
+    noxfile._set_up = recorded.step
+    with noxfile._own_environment(recorded):
         pass
-    commands: list[str] = session.commands
-    return commands
+    return recorded.commands
 
 
 def test_the_environment_is_made_once(noxfile: ModuleType) -> None:
@@ -204,9 +211,7 @@ def test_another_way_of_set_up_starts_afresh(
 
 @pytest.mark.parametrize("step", ["virtualenv", r"pip>=25\.1", "--editable"])
 def test_a_set_up_that_broke_off_is_repeated_whole(noxfile: ModuleType, step: str) -> None:
-    from nox.command import CommandFailed  # noqa: PLC0415 - only where nox is installed
-
-    with pytest.raises(CommandFailed):
+    with pytest.raises(noxfile.CommandFailed):
         set_up(noxfile, fails_at=step)
     rubble = noxfile.ENVIRONMENT / "rubble"
     rubble.touch()
@@ -219,6 +224,34 @@ def test_a_damaged_stamp_counts_as_none(noxfile: ModuleType) -> None:
     set_up(noxfile)
     noxfile.STAMP.write_text('{"base": ', encoding="utf-8")
     assert any("virtualenv" in line for line in set_up(noxfile))
+
+
+KILLED_HALF_WAY = """
+import fcntl, importlib.util, sys, types
+spec = importlib.util.spec_from_file_location("noxfile_under_test", sys.argv[1])
+noxfile = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(noxfile)
+step = "import time; print('step', flush=True); time.sleep(1.5)"
+with open(sys.argv[2], "a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    session = types.SimpleNamespace(log=str)
+    noxfile._set_up(session, lock, sys.executable, "-c", step)
+"""
+
+
+def test_a_step_that_outlives_nox_keeps_the_lock(tmp_path: Path) -> None:
+    """A pip whose nox was killed must not meet the next session in one folder."""
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", KILLED_HALF_WAY, str(ROOT / "noxfile.py"), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "step\n"
+        running.kill()
+        running.wait()
+        with path.open("a") as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 HOLDER = """
@@ -244,7 +277,8 @@ def test_two_sessions_at_once(noxfile: ModuleType, *, other: str, stale: bool, w
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         begun = time.monotonic()
-        session: Any = FakeSession()
+        session = Commands(noxfile)
+        noxfile._set_up = session.step
         with noxfile._own_environment(session):
             waited_s = time.monotonic() - begun
             with noxfile.LOCK.open("a") as lock, pytest.raises(BlockingIOError):

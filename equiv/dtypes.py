@@ -15,7 +15,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -140,13 +139,3 @@ def explain(a: int, b: int, dtype: DType) -> str:
     if va == vb == 0:
         return "zeros of opposite sign"
     return f"{ulp_distance(a, b, dtype)} ULP apart"
-
-
-def bits_view(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a CPU tensor's elements as an array of bits, without a copy where strides allow."""
-    import torch
-
-    d = dtype_of(str(tensor.dtype))
-    as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[d.itemsize]
-    array: NDArray[Any] = tensor.detach().view(as_int).numpy()
-    return array.view(d.bits)

@@ -149,9 +149,7 @@ def restore_state(state: dict[str, Any]) -> None:
 
 
 def uses_dynamo() -> bool:
-    """Whether anything was compiled by torch in this process so far."""
+    """Whether torch's compiler was given any frame in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return False
-    counters: Any = utils.counters
-    return bool(counters["stats"].get("unique_graphs", 0) or counters["frames"].get("ok", 0))
+    counters: Any = getattr(utils, "counters", None)
+    return bool(counters) and bool(counters["frames"]["total"])

@@ -271,7 +271,7 @@ def check_names(entries: Sequence[Entry], pair: Any) -> None:
     UsageError : with the entry and the known names.
 
     """
-    models = getattr(pair, "models", {})
+    models = pair.models
     for e in entries:
         if e.pair != pair.name:
             continue

@@ -86,7 +86,7 @@ class Candidate(Protocol):
     @property
     def guard(self) -> str: ...
     @property
-    def environment(self) -> Mapping[str, str]: ...
+    def cpu_environment(self) -> Mapping[str, str]: ...
     @property
     def evidence(self) -> tuple[str, ...]: ...
     @property
@@ -122,6 +122,10 @@ class OpPair(Protocol):
     """Integer dimensions, in the order in which cases shrink."""
     axes: Mapping[str, Sequence[int | str]]
     """Choices such as the dtype; the first is the simplest."""
+    domain_axes: Mapping[str, Sequence[int | str]]
+    """The part of them for which identity is claimed."""
+    models: Mapping[str, Callable[[NDArray[Any], str], NDArray[Any]]]
+    """Named conversions, for declared divergences whose bytes follow a rule."""
     candidates: Mapping[str, Candidate]
     faults: Sequence[Fault]
     harmless: Sequence[Fault]
@@ -173,6 +177,8 @@ REQUIRED = (
     "name",
     "dims",
     "axes",
+    "domain_axes",
+    "models",
     "candidates",
     "faults",
     "harmless",

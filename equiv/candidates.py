@@ -1,0 +1,97 @@
+"""Find a candidate by name, or by ``module:function`` or ``file.py:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equiv.errors import UsageError
+from equiv.execute import Loaded
+
+if TYPE_CHECKING:
+    from equiv.pairs import OpPair
+
+
+def is_own(name: str) -> bool:
+    """Whether a candidate's name is somebody's ``module:function``."""
+    return ":" in name
+
+
+def check_name(pair: OpPair, name: str) -> None:
+    """Check that a name can be a candidate of the pair, without importing it.
+
+    Raises
+    ------
+    UsageError : with the known names.
+
+    """
+    if not is_own(name) and name not in pair.candidates:
+        msg = (
+            f"unknown candidate {name!r}: pair {pair.name} has {', '.join(pair.candidates)}; "
+            "your own kernel is module:function or file.py:function"
+        )
+        raise UsageError(msg)
+
+
+def import_function(name: str) -> Any:
+    """Import ``module:function`` (the working folder is on the path) or ``file.py:function``.
+
+    Raises
+    ------
+    UsageError : what couldn't be imported, and why.
+
+    """
+    where, _, attribute = name.rpartition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        if where.endswith(".py"):
+            path = Path(where).resolve()
+            if not path.is_file():
+                msg = f"candidate {name!r}: there is no file {where}"
+                raise UsageError(msg)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None:
+                msg = f"candidate {name!r}: {where} isn't a Python file"
+                raise UsageError(msg)
+            sys.path.insert(0, str(path.parent))
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except UsageError:
+        raise
+    except BaseException as e:  # whatever somebody's module does while it is imported
+        if isinstance(e, KeyboardInterrupt):
+            raise
+        msg = f"candidate {name!r} can't be imported: {type(e).__name__}: {e}"
+        raise UsageError(msg) from e
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        what = "isn't callable" if found is not None else "doesn't exist"
+        msg = f"candidate {name!r}: {attribute} {what} in {where}"
+        raise UsageError(msg)
+    return found
+
+
+def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
+    """Load a candidate in this process.
+
+    Raises
+    ------
+    UsageError : unknown, or can't be imported.
+    RuntimeError : whose class is called ``Unavailable``: a candidate of the pair that can't run here.
+
+    """
+    check_name(pair, name)
+    if is_own(name):
+        return Loaded(name, import_function(name), "dispatch")
+    candidate = pair.candidates[name]
+    return Loaded(name, candidate.load(device, library), candidate.guard)

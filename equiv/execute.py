@@ -1,0 +1,557 @@
+"""Run one case in this process: reference, oracle, and the candidate in both colours."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from equiv import compare
+from equiv.arena import COLOURS, Arena, OutputArena, dense_pitches, same_bytes
+from equiv.compare import Difference
+from equiv.domain import Claim, claim_of
+from equiv.dtypes import DTYPES
+from equiv.fills import fill
+from equiv.guards import ServeAllocations, global_state, poisoned_malloc, restore_state, uses_dynamo
+from equiv.ledger import elements_covered
+from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, LedgerHit, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from equiv.case import Case
+    from equiv.ledger import Entry
+    from equiv.pairs import Operand, OpPair
+
+    Snapshot = dict[str, torch.Tensor]
+
+LARGE_BYTES = 1 << 28
+"""Outputs above this are compared on the device alone: no hash, and the oracle sees windows."""
+
+ORACLE_WINDOW = 64
+"""Leading rows of the first dimension in each window that the oracle checks of a large case."""
+
+
+class Found(Exception):  # noqa: N818 - it isn't an error of ours
+    """Ends a case with a finding."""
+
+    def __init__(self, kind: str, detail: str, raised_in: str = "") -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.raised_in = raised_in
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A candidate in this process: its name, its function, and how its outputs are guarded."""
+
+    name: str
+    kernel: Callable[..., Any]
+    guard: str
+
+
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor's elements as integers of their size."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(kind).clone(memory_format=torch.contiguous_format)
+
+
+def unsigned(snapshot: torch.Tensor) -> NDArray[Any]:
+    """Return a snapshot as an array of unsigned integers on the CPU."""
+    array: NDArray[Any] = snapshot.cpu().numpy()
+    return array.view(f"u{array.itemsize}")
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes, flat."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def origin(error: BaseException, module: str) -> str:
+    """Return ``module:function`` of the innermost frame in the candidate's module, or at all."""
+    frames = [
+        (f.f_globals.get("__name__", "?"), f.f_code.co_name)
+        for f, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [f for f in frames if f[0] == module]
+    name, function = (own or frames or [("?", "?")])[-1]
+    return f"{name}:{function}"
+
+
+class Executor:
+    """Runs cases of one pair and candidate on one device.
+
+    Parameters
+    ----------
+    pair, loaded : what is compared.
+    device : ``"cpu"`` or ``"cuda[:N]"``.
+    entries : ledger entries that apply to this pair, candidate, device and versions.
+
+    """
+
+    def __init__(self, pair: OpPair, loaded: Loaded, device: str, entries: Sequence[Entry]) -> None:
+        self.pair = pair
+        self.loaded = loaded
+        self.device = device
+        self.entries = [e for e in entries if e.against == "reference"]
+        self.oracle_entries = [e for e in entries if e.against == "oracle"]
+        self._arenas: dict[str, tuple[Arena, OutputArena]] = {}
+        self.calls = 0
+        self.probed = False
+
+    def run(self, case: Case) -> Result:
+        """Run a case; every way in which the candidate can misbehave short of dying is a result."""
+        start = time.perf_counter()
+        claim = claim_of(self.pair, case)
+        if claim.outcome == UNDEFINED:
+            return Result(UNDEFINED)
+        state = global_state()
+        try:
+            result = _Run(self, case, claim).result()
+        finally:
+            changed = [k for k, v in global_state().items() if v != state[k]]
+            if changed:
+                restore_state(state)
+        if changed and not result.failed:
+            detail = f"changed {', '.join(changed)}"
+            result = replace(result, status="global_state", detail=detail)
+        eligible = tuple(
+            e.id
+            for e in (*self.entries, *self.oracle_entries)
+            if e.covers_case(claim.point, aligned=claim.aligned)
+        )
+        return replace(result, eligible=eligible, seconds=time.perf_counter() - start)
+
+    def probe(self, tensors: Mapping[str, Any], point: Mapping[str, Any]) -> None:
+        """Before the first guarded call, make a bare one and see whether torch compiled anything.
+
+        Compiled code silently gives way to eager ops under a dispatch mode, so such a candidate
+        is called without one; its outputs are then poisoned through malloc alone.
+        """
+        if self.probed or self.loaded.guard != "dispatch":
+            return
+        self.probed = True
+        with contextlib.suppress(Exception):
+            self.pair.call(self.loaded.kernel, tensors, point, None)
+        if uses_dynamo():
+            self.loaded = replace(self.loaded, guard="malloc")
+
+    def arenas(self, device: str) -> tuple[Arena, OutputArena]:
+        """Return this device's buffers, which are kept from case to case."""
+        if device not in self._arenas:
+            self._arenas[device] = (Arena(device), OutputArena(device))
+        return self._arenas[device]
+
+
+class _Run:
+    """The state of one case while it runs."""
+
+    def __init__(self, executor: Executor, case: Case, claim: Claim) -> None:
+        self.x = executor
+        self.pair = executor.pair
+        self.case = case
+        self.claim = claim
+        self.point = claim.point
+        device = "cuda:1" if case.mode == "second_device" else executor.device
+        self.arena, self.out = executor.arenas(device)
+        self.outputs = {o.name: o for o in self.pair.outputs(self.point)}
+        self.room = sum(
+            int(np.prod(o.shape, dtype=np.int64)) * DTYPES[o.dtype].itemsize
+            for o in self.outputs.values()
+        )
+        self.colour = COLOURS[0]
+        self.guarded = True
+        self.bytes_compared = 0
+        self.layouts: set[str] = set()
+        self.bits: dict[str, NDArray[Any]] = {}
+        self.expected: Snapshot = {}
+        self.expected_pitches: dict[str, tuple[int, ...]] = {}
+
+    # -- operands -------------------------------------------------------------------
+
+    def elements(self, seed: int) -> dict[str, NDArray[Any]]:
+        """Generate the operands' bits, with the case's single elements set."""
+        bits = {}
+        for i, o in enumerate(self.claim.operands):
+            bits[o.name] = fill(self.case.fill.kind, o.shape, DTYPES[o.dtype], seed, i)
+        for name, index, value in self.case.overrides:
+            bits[name].reshape(-1)[index] = value
+        return bits
+
+    def load(self, bits: dict[str, NDArray[Any]], *, again: bool = False) -> None:
+        """Put bits into the arena, in the current colour."""
+        self.arena.paint(self.colour, bits, again=again)
+        if not again:
+            for p in self.arena.placed:
+                overlaps = p.gaps and any(
+                    n > 1 and s < _reach(p.operand, p.pitches, d)
+                    for d, (n, s) in enumerate(zip(p.operand.shape, p.pitches, strict=True))
+                )
+                if overlaps:
+                    bits[p.operand.name] = self.arena.read(self.arena.pristine, p.operand.name)
+
+    # -- calls ----------------------------------------------------------------------
+
+    def reference(self) -> Snapshot:
+        """Run the stock ops on the operands as they lie in the arena."""
+        try:
+            outputs = self.pair.reference(self.arena.tensors(), self.point)
+        except Exception as e:
+            detail = f"{type(e).__name__}: {_line(e)}"
+            raise Found("reference_raised", detail, origin(e, "")) from None
+        self.expected_pitches = {n: tuple(t.stride()) for n, t in outputs.items()}
+        snapshot = {n: integers(t) for n, t in outputs.items()}
+        for o in self.claim.operands:
+            if o.mutable:
+                snapshot[o.name] = integers(self.arena.tensors()[o.name])
+        if any(o.mutable for o in self.claim.operands):
+            self.arena.paint(self.colour, self.bits)
+        return snapshot
+
+    def call(self) -> dict[str, Any]:
+        """Call the candidate once, its allocations served, and check what it gave back."""
+        loaded = self.x.loaded
+        self.out.begin(self.colour, self.room)
+        out = None
+        if loaded.guard == "out":
+            out = {
+                o.name: self.out.serve(o.shape, dense_pitches(o.shape), DTYPES[o.dtype].torch())
+                for o in self.outputs.values()
+            }
+        self.x.calls += 1
+        tensors = self.arena.tensors()
+        self.x.probe(tensors, self.point)
+        try:
+            with poisoned_malloc(self.colour):
+                if loaded.guard == "dispatch":
+                    with ServeAllocations(self.out):
+                        returned = self.pair.call(loaded.kernel, tensors, self.point, out)
+                else:
+                    returned = self.pair.call(loaded.kernel, tensors, self.point, out)
+        except BaseException as e:
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            module = getattr(loaded.kernel, "__module__", "") or ""
+            raise Found("raised", f"{type(e).__name__}: {_line(e)}", origin(e, module)) from None
+        return self.checked(returned)
+
+    def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
+        """Check type, shape, dtype and device of what was returned."""
+        for name, o in self.outputs.items():
+            t = returned.get(name)
+            if not isinstance(t, torch.Tensor) or t.layout != torch.strided:
+                got = ", ".join(f"{k}: {type(v).__name__}" for k, v in returned.items())
+                raise Found("wrong_type", f"expected {', '.join(self.outputs)} as tensors, got {got}")
+            if tuple(t.shape) != o.shape:
+                raise Found("wrong_shape", f"{name} is {list(t.shape)}, expected {list(o.shape)}")
+            if t.dtype != DTYPES[o.dtype].torch():
+                raise Found("wrong_dtype", f"{name} is {t.dtype}, expected {DTYPES[o.dtype].torch()}")
+            if t.device != self.arena.buffer.device:
+                raise Found("wrong_device", f"{name} is on {t.device}, expected {self.arena.buffer.device}")
+            if t.numel() and not (self.out.holds(t) or self.arena.holds(t)):
+                self.guarded = False
+            if t.numel() and tuple(t.stride()) != self.expected_pitches[name]:
+                self.layouts.add(name)
+        return dict(returned)
+
+    def snapshot(self, outputs: Mapping[str, Any]) -> Snapshot:
+        """Copy the outputs' bytes, and those of operands that the op may write."""
+        snapshot = {name: integers(outputs[name]) for name in self.outputs}
+        for o in self.claim.operands:
+            if o.mutable:
+                snapshot[o.name] = integers(self.arena.tensors()[o.name])
+        return snapshot
+
+    def intact(self) -> None:
+        """Check the inputs, their gaps and bands, and the outputs' bands."""
+        changed = self.arena.changed(self.bits)
+        if changed:
+            name, at = changed[0]
+            places = ", ".join(f"{n} (byte {b:+d})" for n, b in changed)
+            own = any(o.name == name for o in self.claim.operands)
+            kind = "input_changed" if own or name.startswith("gap") else "out_of_bounds"
+            del at
+            raise Found(kind, f"changed: {places}")
+        overrun = self.out.overrun()
+        if overrun:
+            which, at = overrun
+            raise Found("out_of_bounds", f"wrote at byte {at:+d} from the edge of allocation {which + 1}")
+
+    def same(self, expected: Snapshot, actual: Snapshot) -> bool:
+        """Whether every output has the expected bytes."""
+        ok = True
+        for name, e in expected.items():
+            self.bytes_compared += e.numel() * e.element_size()
+            ok = ok and same_bytes(raw(e), raw(actual[name]))
+        return ok
+
+    # -- the case -------------------------------------------------------------------
+
+    def result(self) -> Result:
+        """Run the case."""
+        from equiv.modes import MODES
+
+        try:
+            self.bits = self.elements(self.case.fill.seed)
+            self.arena.place(self.claim.operands, dict(self.case.views))
+            self.load(self.bits)
+            self.expected = self.reference()
+            oracle, oracle_hits, departure = self.ask_oracle()
+            seen: list[tuple[Snapshot, Snapshot]] = []
+            wrong = False
+            for colour in COLOURS:
+                if colour != self.colour:
+                    self.colour = colour
+                    self.load(self.bits, again=not any(o.mutable for o in self.claim.operands))
+                for expected, actual in MODES[self.case.mode](self):
+                    seen.append((expected, actual))
+                    if not self.same(expected, actual):
+                        wrong = True
+                        break
+        except Found as f:
+            return self.ended(f)
+        base = Result(
+            EQUAL,
+            bytes_compared=self.bytes_compared,
+            outputs_guarded=self.guarded,
+            oracle_checked=oracle is not None,
+            layouts=tuple(sorted(self.layouts)),
+            ledger=oracle_hits,
+            **self.hashes(),
+        )
+        if wrong:
+            return self.judge(base, seen, oracle)
+        if departure is not None:
+            return replace(
+                base, status="reference", detail=departure.sentence(), difference=departure
+            )
+        return base
+
+    def ended(self, f: Found) -> Result:
+        """Turn an exception into a refusal, a declared event or a finding."""
+        if f.kind == "raised" and self.claim.outcome == REFUSED and not self.arena.changed(self.bits):
+            if "CUDA error" not in f.detail:
+                return Result(REFUSED, detail=f.detail, raised_in=f.raised_in)
+        for e in self.x.entries:
+            if e.kind == f.kind and e.covers_case(self.point, aligned=self.claim.aligned):
+                return Result(DECLARED, f.detail, ledger=(LedgerHit(e.id, 1),))
+        return Result(f.kind, f.detail, raised_in=f.raised_in, bytes_compared=self.bytes_compared)
+
+    def hashes(self) -> dict[str, str]:
+        """Return the hashes of the logical inputs and the reference's outputs."""
+        if self.room > LARGE_BYTES:
+            return {}
+        inputs, outputs = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for o in self.claim.operands:
+            inputs.update(np.ascontiguousarray(self.bits[o.name]).data)
+        for name in sorted(self.expected):
+            outputs.update(self.expected[name].cpu().numpy().data)
+        return {"input_hash": inputs.hexdigest(), "output_hash": outputs.hexdigest()}
+
+    # -- the third voice ------------------------------------------------------------
+
+    def windows(self) -> list[slice]:
+        """Return the leading indices that the oracle checks: all, or windows of a large case."""
+        leading = {s.shape[0] for s in (*self.claim.operands, *self.outputs.values()) if s.shape}
+        t = min(leading, default=0)
+        if self.room <= LARGE_BYTES:
+            return [slice(0, t)]
+        if leading != {self.point[next(iter(self.pair.dims))]}:
+            return []  # its first dimension isn't the first of every tensor: no windows
+        starts = {0, t - ORACLE_WINDOW}
+        for o in self.outputs.values():
+            per = int(np.prod(o.shape[1:], dtype=np.int64)) * DTYPES[o.dtype].itemsize
+            for mark in (1 << 31, 1 << 32):
+                if mark // max(per, 1) < t:
+                    starts.add(max(0, mark // per - ORACLE_WINDOW // 2))
+        return [slice(s, min(s + ORACLE_WINDOW, t)) for s in sorted(starts)]
+
+    def ask_oracle(
+        self,
+    ) -> tuple[Mapping[str, NDArray[Any]] | None, tuple[LedgerHit, ...], Difference | None]:
+        """Compare the reference with the oracle: its outputs, what is declared, what isn't."""
+        hits: list[LedgerHit] = []
+        departure = None
+        whole = None
+        for w in self.windows():
+            everything = self.room <= LARGE_BYTES
+            inputs = self.bits if everything else {n: b[w] for n, b in self.bits.items()}
+            first = next(iter(self.pair.dims))
+            point = self.point if everything else {**self.point, first: w.stop - w.start}
+            voice = self.pair.oracle(inputs, point)
+            if voice is None:
+                return None, (), None
+            whole = voice
+            for name, right in voice.items():
+                stock = self.expected[name] if everything else self.expected[name][w]
+                bits = unsigned(stock)
+                mask = compare.differing(right, bits)
+                if mask is None:
+                    continue
+                left = self.declare(name, inputs, point, right, bits, mask, self.x.oracle_entries, hits)
+                if left.any() and departure is None:
+                    departure = compare.summarise(self.outputs[name], right, bits, left)
+        return whole, tuple(hits), departure
+
+    def declare(
+        self,
+        name: str,
+        inputs: Mapping[str, NDArray[Any]],
+        point: Mapping[str, Any],
+        expected: NDArray[Any],
+        actual: NDArray[Any],
+        mask: NDArray[np.bool_],
+        entries: Sequence[Entry],
+        hits: list[LedgerHit],
+    ) -> NDArray[np.bool_]:
+        """Count the differing elements that entries declare; return the mask of the others."""
+        entries = [
+            e
+            for e in entries
+            if e.kind == "bytes" and e.covers_case(point, aligned=self.claim.aligned)
+        ]
+        left = mask.copy()
+        if not entries or name not in self.outputs:
+            return left
+        flat = np.flatnonzero(mask)
+        at, operand_of = 0, {}
+        ids = {}
+        for o in self.claim.operands:
+            size = inputs[o.name].size
+            ids[o.name] = np.arange(at, at + size, dtype=np.int64).reshape(inputs[o.name].shape)
+            operand_of[o.name] = (at, at + size)
+            at += size
+        source = np.ascontiguousarray(self.pair.layout(ids, point)[name]).reshape(-1)[flat]
+        columns = flat % expected.shape[-1]
+        exp, act = expected.reshape(-1)[flat], actual.reshape(-1)[flat]
+        for o in self.claim.operands:
+            lo, hi = operand_of[o.name]
+            own = np.flatnonzero((source >= lo) & (source < hi))
+            if not len(own):
+                continue
+            bits = inputs[o.name].reshape(-1)[source[own] - lo]
+            for entry, covered in elements_covered(
+                entries, self.pair.classes, self.pair.models, bits, o.dtype, exp[own], act[own]
+            ):
+                left.reshape(-1)[flat[own[covered]]] = False
+                patterns: dict[str, tuple[int, ...]] = {}
+                for part in self._parts(name):
+                    inside = covered & self._in_part(name, part, columns[own])
+                    if inside.any():
+                        key = f"{o.dtype} {part}"
+                        patterns[key] = tuple(int(x) for x in np.unique(bits[inside]))
+                hits.append(LedgerHit(entry.id, int(covered.sum()), patterns))
+        return left
+
+    def _parts(self, name: str) -> list[str]:
+        return [f"{name}.{p}" for p in self.outputs[name].parts] or [name]
+
+    def _in_part(self, name: str, part: str, columns: NDArray[Any]) -> NDArray[np.bool_]:
+        if part == name:
+            return np.ones(len(columns), dtype=bool)
+        lo, hi = self.outputs[name].parts[part.removeprefix(f"{name}.")]
+        return np.asarray((columns >= lo) & (columns < hi))
+
+    # -- what went wrong ------------------------------------------------------------
+
+    def judge(
+        self,
+        base: Result,
+        seen: list[tuple[Snapshot, Snapshot]],
+        oracle: Mapping[str, NDArray[Any]] | None,
+    ) -> Result:
+        """Say what the difference is: declared, unwritten, unstable or a divergence."""
+        hits = list(base.ledger)
+        found: Difference | None = None
+        kind = "divergence"
+        voice = ""
+        for expected, actual in seen:
+            for name in sorted(expected):
+                output = self.outputs.get(name) or _as_output(self.claim.operands, name)
+                e = unsigned(expected[name])
+                a = unsigned(actual[name])
+                mask = compare.differing(e, a)
+                if mask is None:
+                    continue
+                left = self.declare(name, self.bits, self.point, e, a, mask, self.x.entries, hits)
+                if not left.any():
+                    continue
+                if found is None:
+                    found = compare.summarise(output, e, a, left)
+                    kind = self.kind_of(name, found.index, left, seen)
+                    fits = oracle is not None and name in oracle and oracle[name].shape == e.shape
+                    if oracle is not None and fits and expected is self.expected:
+                        right = oracle[name][found.index]
+                        voice = compare.voices(
+                            {name: found.expected}, {name: found.actual}, {name: int(right)}, name
+                        )
+        if found is None:
+            return replace(base, status=DECLARED, ledger=tuple(hits))
+        return replace(
+            base,
+            status=kind,
+            detail=found.sentence(),
+            difference=found,
+            voices=voice,
+            ledger=tuple(hits),
+        )
+
+    def kind_of(
+        self,
+        name: str,
+        index: tuple[int, ...],
+        left: NDArray[np.bool_],
+        seen: list[tuple[Snapshot, Snapshot]],
+    ) -> str:
+        """Tell unwritten bytes and instability from a plain divergence."""
+        del index
+        both = [a[name] for e, a in seen if e is self.expected]
+        first, last = unsigned(both[0]), unsigned(both[-1])
+        if len(both) > 1:
+            where = left if left.shape == first.shape else np.ones(first.shape, dtype=bool)
+            a = np.ascontiguousarray(first[where]).view(np.uint8)
+            b = np.ascontiguousarray(last[where]).view(np.uint8)
+            if ((a == COLOURS[0]) & (b == COLOURS[1])).any():
+                return "unwritten"
+            if not np.array_equal(a, b):
+                return "unstable"
+        return "divergence"
+
+
+def _reach(operand: Operand, pitches: tuple[int, ...], dim: int) -> int:
+    """Return what the dimensions inside ``dim`` span, in elements."""
+    inner = [
+        (n, p)
+        for d, (n, p) in enumerate(zip(operand.shape, pitches, strict=True))
+        if d != dim and n > 1 and p <= pitches[dim]
+    ]
+    return 1 + sum((n - 1) * p for n, p in inner)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:300] if text else "no message"
+
+
+def _as_output(operands: Sequence[Operand], name: str) -> Any:
+    operand = next(o for o in operands if o.name == name)
+
+    @dataclass(frozen=True)
+    class Written:
+        name: str
+        shape: tuple[int, ...]
+        dtype: str
+        axes: tuple[str, ...]
+        parts: dict[str, tuple[int, int]]
+
+    axes = tuple(f"index {i}" for i in range(len(operand.shape)))
+    return Written(name, operand.shape, operand.dtype, axes, {})

@@ -1,0 +1,222 @@
+"""The parent's side of workers: start them, time them, bury them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equiv import worker
+from equiv.domain import claim_of
+from equiv.errors import BytegateError, UsageError, WorkerError
+from equiv.result import DECLARED, LedgerHit, Result
+
+if TYPE_CHECKING:
+    from equiv.case import Case
+    from equiv.pairs import OpPair
+
+START_S = 180.0
+"""Seconds that a worker may take to load its candidate."""
+
+FIRST_S = 300.0
+"""Seconds for the first case of a combination of axes in a worker's life: compilers run then."""
+
+HANG_S = 20.0
+"""Seconds for any other case, beyond what its rows take."""
+
+SLOWEST_ROWS_PER_S = 20_000.0
+"""A candidate slower than this on a large case is reported as hanging."""
+
+
+class Unavailable(Exception):  # noqa: N818 - a state, not an error
+    """A candidate that can't run on this machine."""
+
+
+@dataclass
+class Toll:
+    """What the campaign cost: workers lost."""
+
+    crashes: int = 0
+    hangs: int = 0
+
+
+class Worker:
+    """One worker process, restarted as often as it dies.
+
+    Parameters
+    ----------
+    pair : the pair, as loaded in this process.
+    spec : what the worker is for.
+
+    """
+
+    def __init__(self, pair: OpPair, spec: worker.WorkerSpec) -> None:
+        self.pair = pair
+        handle, log = tempfile.mkstemp(prefix="bytegate-worker-", suffix=".log")
+        os.close(handle)
+        self.log = Path(log)
+        self.spec = replace(spec, log=log)
+        self.toll = Toll()
+        self._process: Any = None
+        self._pipe: Any = None
+        self._seen: set[tuple[Any, ...]] = set()
+        self._warm: set[tuple[Any, ...]] = set()
+
+    def __enter__(self) -> Worker:
+        """Start the process."""
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Stop the process."""
+        self.close()
+
+    def start(self) -> None:
+        """Start the process and load the candidate.
+
+        Raises
+        ------
+        UsageError : the candidate can't be imported.
+        Unavailable : it can't run on this machine.
+        WorkerError : the process died while it loaded.
+
+        """
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(worker.PRELOAD))
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=worker.main, args=(theirs, self.spec), daemon=True)
+        with _without_main():
+            self._process.start()
+        theirs.close()
+        self._warm = set()
+        if not self._pipe.poll(START_S):
+            self._kill()
+            msg = f"candidate {self.spec.candidate!r} didn't load within {START_S:.0f} s; look at {self.log}"
+            raise UsageError(msg)
+        try:
+            hello = self._pipe.recv()
+        except EOFError:
+            self._process.join(5)
+            msg = f"candidate {self.spec.candidate!r} ended its process while it was loaded ({self._death()}); {self._trace()[0] or f'look at {self.log}'}"
+            raise UsageError(msg) from None
+        if hello.usage:
+            raise UsageError(hello.usage)
+        if hello.unavailable:
+            raise Unavailable(hello.unavailable)
+
+    def run(self, case: Case) -> Result:
+        """Run a case; a worker that dies or hangs is a result, and is replaced."""
+        claim = claim_of(self.pair, case)
+        if self._process is None:
+            self.start()
+        axes = tuple(claim.point[a] for a in self.pair.axes)
+        limit = HANG_S + 3 * self.pair.rows(claim.point) / SLOWEST_ROWS_PER_S
+        if axes not in self._warm:
+            limit = max(limit, FIRST_S if axes not in self._seen else 2 * HANG_S)
+        start = time.perf_counter()
+        result: Any
+        try:
+            self._pipe.send(case)
+            if self._pipe.poll(limit):
+                result = self._pipe.recv()
+            else:
+                self._kill()
+                self.toll.hangs += 1
+                result = Result("hang", f"no result within {limit:.0f} s")
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join(5)
+            detail, where = self._trace()
+            self.toll.crashes += 1
+            text = f"the process died: {self._death()}" + (f"; {detail}" if detail else "")
+            result = Result("crash", text, raised_in=where)
+            self._process = None
+        if isinstance(result, BytegateError):
+            raise result
+        if isinstance(result, BaseException):
+            raise WorkerError(str(result))
+        self._warm.add(axes)
+        self._seen.add(axes)
+        if result.status == "crash" and self._process is not None:
+            self.toll.crashes += 1
+            self._kill()
+        if result.status in {"crash", "hang", "last_error"}:
+            result = self._declared(result, case)
+        return replace(result, seconds=time.perf_counter() - start)
+
+    def _declared(self, result: Result, case: Case) -> Result:
+        claim = claim_of(self.pair, case)
+        eligible = tuple(
+            e.id for e in self.spec.entries if e.covers_case(claim.point, aligned=claim.aligned)
+        )
+        for e in self.spec.entries:
+            if e.kind == result.status and e.id in eligible:
+                hit = (LedgerHit(e.id, 1),)
+                return replace(result, status=DECLARED, ledger=hit, eligible=eligible)
+        return replace(result, eligible=eligible)
+
+    def _death(self) -> str:
+        code = self._process.exitcode
+        if code is None:
+            return "no exit code"
+        if code < 0:
+            with suppress(ValueError):
+                return signal.Signals(-code).name
+        return f"exit code {code}"
+
+    def _trace(self) -> tuple[str, str]:
+        """Return the last crash's innermost Python frame from faulthandler: text, and file:function."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return "", ""
+        for i in range(len(lines) - 1, -1, -1):
+            if "most recent call first" in lines[i] and i + 1 < len(lines):
+                frames = [f.strip() for f in lines[i + 1 : i + 12] if f.startswith("  File ")]
+                for frame in frames:
+                    path, _, rest = frame.removeprefix('File "').partition('", line ')
+                    name = Path(path).stem
+                    function = rest.partition(" in ")[2]
+                    if "torch" not in Path(path).parts and name != "execute":
+                        return f"in {name}.{function}", f"{name}:{function}"
+                break
+        return "", ""
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(10)
+        self._process = None
+
+    def close(self) -> None:
+        """Stop the process and remove its log."""
+        if self._process is not None:
+            with suppress(OSError, ValueError):
+                self._pipe.send(None)
+            self._process.join(5)
+            self._kill()
+        with suppress(OSError):
+            self.log.unlink()
+
+
+class _without_main:  # noqa: N801 - used as a context manager
+    """Keep multiprocessing from importing the parent's ``__main__`` again in each worker."""
+
+    def __enter__(self) -> None:
+        main = sys.modules["__main__"]
+        self._saved = (getattr(main, "__spec__", None), getattr(main, "__file__", None))
+        main.__spec__ = None
+        if hasattr(main, "__file__"):
+            del main.__file__
+
+    def __exit__(self, *exc: object) -> None:
+        main = sys.modules["__main__"]
+        main.__spec__ = self._saved[0]
+        if self._saved[1] is not None:
+            main.__file__ = self._saved[1]

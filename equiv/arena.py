@@ -70,10 +70,18 @@ def span_elements(shape: Sequence[int], pitches: Sequence[int]) -> int:
 
 
 def has_gaps(shape: Sequence[int], pitches: Sequence[int]) -> bool:
-    """Whether some byte of the span belongs to no element, or to several."""
-    return span_elements(shape, pitches) != math.prod(shape) or any(
-        p == 0 and n > 1 for n, p in zip(shape, pitches, strict=True)
-    )
+    """Whether some byte of the span belongs to no element."""
+    return span_elements(shape, pitches) > math.prod(shape)
+
+
+def overlaps(shape: Sequence[int], pitches: Sequence[int]) -> bool:
+    """Whether some byte of the span may belong to several elements."""
+    reach = 1
+    for pitch, extent in sorted((p, n) for n, p in zip(shape, pitches, strict=True) if n > 1):
+        if pitch < reach:
+            return True
+        reach += (extent - 1) * pitch
+    return False
 
 
 def is_aligned(operand: Operand, view: View | None) -> bool:
@@ -97,6 +105,21 @@ class Placed:
     start: int
     span_bytes: int
     gaps: bool
+    overlaps: bool
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """Shape of the elements that are written: the operand's, or its span where it overlaps."""
+        if self.overlaps:
+            return (self.span_bytes // self.dtype.itemsize,)
+        return self.operand.shape
+
+    def logical(self, storage: NDArray[Any]) -> NDArray[Any]:
+        """Return the operand's elements, in its shape, of what was written."""
+        if not self.overlaps:
+            return storage
+        steps = tuple(p * self.dtype.itemsize for p in self.pitches)
+        return np.lib.stride_tricks.as_strided(storage, self.operand.shape, steps)
 
 
 class Arena:
@@ -153,8 +176,9 @@ class Arena:
             view = views.get(operand.name) or View(dense_pitches(operand.shape))
             at = -(-(at + BAND) // BASE) * BASE + view.offset_bytes
             span = span_elements(operand.shape, view.pitches) * dtype.itemsize
-            gaps = has_gaps(operand.shape, view.pitches)
-            self.placed.append(Placed(operand, dtype, view.pitches, at, span, gaps))
+            twice = overlaps(operand.shape, view.pitches)
+            gaps = not twice and has_gaps(operand.shape, view.pitches)
+            self.placed.append(Placed(operand, dtype, view.pitches, at, span, gaps, twice))
             at += span + BAND
         self.used = at
         self.sparse = self.device.type == "cpu" and at > SPARSE_BYTES
@@ -175,22 +199,18 @@ class Arena:
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[p.dtype.itemsize]
         return self._typed(source, p, kind)
 
-    def _write(self, p: Placed, bits: NDArray[Any]) -> None:
+    def _write(self, p: Placed, storage: NDArray[Any]) -> None:
         kind = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[p.dtype.itemsize]
-        values = torch.from_numpy(np.ascontiguousarray(bits).view(kind))
-        target = self._integers(self.pristine, p)
-        if not p.gaps or all(s != 0 or n < 2 for n, s in zip(p.operand.shape, p.pitches, strict=True)):
-            target.copy_(values)
-            return
-        # A pitch of 0: every index along it is the same element; the first one's bits stand.
-        index = tuple(
-            slice(0, 1) if s == 0 else slice(None)
-            for s in p.pitches
-        )
-        target[index].copy_(values[index])
+        values = torch.from_numpy(np.ascontiguousarray(storage).view(kind))
+        if p.overlaps:
+            self.pristine[p.start : p.start + p.span_bytes].copy_(values.view(torch.uint8))
+        else:
+            self._integers(self.pristine, p).copy_(values)
 
-    def paint(self, colour: int, bits: Mapping[str, NDArray[Any]], *, again: bool = False) -> None:
-        """Write elements, and the colour everywhere else, to both copies.
+    def paint(
+        self, colour: int, storage: Mapping[str, NDArray[Any]], *, again: bool = False
+    ) -> None:
+        """Write elements (``Placed.storage_shape``), and the colour everywhere else, to both copies.
 
         With ``again`` the elements are known to be in place: only bands and gaps change.
         """
@@ -201,7 +221,7 @@ class Arena:
                 if p.gaps:
                     self.pristine[p.start : p.start + p.span_bytes].fill_(colour)
             if (p.gaps or not again) and p.span_bytes:
-                self._write(p, bits[p.operand.name])
+                self._write(p, storage[p.operand.name])
             at = p.start + p.span_bytes
         if not self.sparse:
             self.pristine[at : self.used].fill_(colour)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from equiv.arena import is_aligned
 from equiv.dtypes import DTYPES
 from equiv.errors import UsageError
-from equiv.fills import KINDS
+from equiv.fills import ALL_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,8 +68,8 @@ def claim_of(pair: OpPair, case: Case) -> Claim:
         if sum(n * p for n, p in zip(by_name[name].shape, view.pitches, strict=True)) > MAX_SPAN:
             msg = f"case {case}: the view of {name} spans more than 2^46 elements"
             raise UsageError(msg)
-    if case.fill.kind not in {*KINDS, "sweep"}:
-        msg = f"case {case}: unknown fill {case.fill.kind!r}; known: {', '.join([*KINDS, 'sweep'])}"
+    if case.fill.kind not in ALL_KINDS:
+        msg = f"case {case}: unknown fill {case.fill.kind!r}; known: {', '.join(ALL_KINDS)}"
         raise UsageError(msg)
     for name, index, bits in case.overrides:
         operand = by_name.get(name)

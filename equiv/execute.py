@@ -172,6 +172,7 @@ class _Run:
         self.guarded = True
         self.bytes_compared = 0
         self.layouts: set[str] = set()
+        self.storage: dict[str, NDArray[Any]] = {}
         self.bits: dict[str, NDArray[Any]] = {}
         self.expected: Snapshot = {}
         self.expected_pitches: dict[str, tuple[int, ...]] = {}
@@ -179,25 +180,22 @@ class _Run:
     # -- operands -------------------------------------------------------------------
 
     def elements(self, seed: int) -> dict[str, NDArray[Any]]:
-        """Generate the operands' bits, with the case's single elements set."""
-        bits = {}
-        for i, o in enumerate(self.claim.operands):
-            bits[o.name] = fill(self.case.fill.kind, o.shape, DTYPES[o.dtype], seed, i)
-        for name, index, value in self.case.overrides:
-            bits[name].reshape(-1)[index] = value
-        return bits
+        """Generate what is written to the arena, with the case's single elements set."""
+        storage = {}
+        for i, p in enumerate(self.arena.placed):
+            storage[p.operand.name] = fill(self.case.fill.kind, p.storage_shape, p.dtype, seed, i)
+        for p in self.arena.placed:
+            for name, index, value in self.case.overrides:
+                if name == p.operand.name:
+                    logical = p.logical(storage[name])
+                    logical[np.unravel_index(index, logical.shape)] = value
+        return storage
 
-    def load(self, bits: dict[str, NDArray[Any]], *, again: bool = False) -> None:
-        """Put bits into the arena, in the current colour."""
-        self.arena.paint(self.colour, bits, again=again)
-        if not again:
-            for p in self.arena.placed:
-                overlaps = p.gaps and any(
-                    n > 1 and s < _reach(p.operand, p.pitches, d)
-                    for d, (n, s) in enumerate(zip(p.operand.shape, p.pitches, strict=True))
-                )
-                if overlaps:
-                    bits[p.operand.name] = self.arena.read(self.arena.pristine, p.operand.name)
+    def load(self, storage: dict[str, NDArray[Any]], *, again: bool = False) -> None:
+        """Put elements into the arena, in the current colour."""
+        self.arena.paint(self.colour, storage, again=again)
+        self.storage = storage
+        self.bits = {p.operand.name: p.logical(storage[p.operand.name]) for p in self.arena.placed}
 
     # -- calls ----------------------------------------------------------------------
 
@@ -214,7 +212,7 @@ class _Run:
             if o.mutable:
                 snapshot[o.name] = integers(self.arena.tensors()[o.name])
         if any(o.mutable for o in self.claim.operands):
-            self.arena.paint(self.colour, self.bits)
+            self.arena.paint(self.colour, self.storage)
         return snapshot
 
     def call(self) -> dict[str, Any]:
@@ -301,9 +299,8 @@ class _Run:
         from equiv.modes import MODES
 
         try:
-            self.bits = self.elements(self.case.fill.seed)
             self.arena.place(self.claim.operands, dict(self.case.views))
-            self.load(self.bits)
+            self.load(self.elements(self.case.fill.seed))
             self.expected = self.reference()
             oracle, oracle_hits, departure = self.ask_oracle()
             seen: list[tuple[Snapshot, Snapshot]] = []
@@ -311,7 +308,7 @@ class _Run:
             for colour in COLOURS:
                 if colour != self.colour:
                     self.colour = colour
-                    self.load(self.bits, again=not any(o.mutable for o in self.claim.operands))
+                    self.load(self.storage, again=not any(o.mutable for o in self.claim.operands))
                 for expected, actual in MODES[self.case.mode](self):
                     seen.append((expected, actual))
                     if not self.same(expected, actual):
@@ -525,16 +522,6 @@ class _Run:
             if not np.array_equal(a, b):
                 return "unstable"
         return "divergence"
-
-
-def _reach(operand: Operand, pitches: tuple[int, ...], dim: int) -> int:
-    """Return what the dimensions inside ``dim`` span, in elements."""
-    inner = [
-        (n, p)
-        for d, (n, p) in enumerate(zip(operand.shape, pitches, strict=True))
-        if d != dim and n > 1 and p <= pitches[dim]
-    ]
-    return 1 + sum((n - 1) * p for n, p in inner)
 
 
 def _line(error: BaseException) -> str:

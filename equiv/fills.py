@@ -111,6 +111,21 @@ def tiled(size: int, dtype: DType, seed: int, operand: int) -> Bits:
     return np.resize(bits(min(size, TILE), dtype, seed, operand), size)
 
 
+def sweep8(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
+    """Every pattern once in every group of 8 columns, over 2^n / 8 consecutive rows.
+
+    Element (r, c) is ``8*a*r + c mod 8 + d*(c div 8) + seed mod 2^n``, a odd. For kernels too slow for
+    ``sweep``; 8 columns are what a lane of 16 bytes holds.
+    """
+    count = 1 << 8 * dtype.itemsize
+    a = (2 * (seed * 7919 + 3) + 1) % count
+    d = (seed * 104_729 + 1021) % count
+    row = (np.arange(rows, dtype=np.uint64) * np.uint64(8 * a)).astype(dtype.bits)
+    c = np.arange(columns, dtype=np.uint64)
+    column = (c % np.uint64(8) + c // np.uint64(8) * np.uint64(d) + np.uint64(seed)).astype(dtype.bits)
+    return (row[:, None] + column[None, :]).astype(dtype.bits)
+
+
 def sweep(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     """Every pattern in every column: element (r, c) is ``(a*r + b*c + seed) mod 2^n``, a odd.
 
@@ -133,14 +148,19 @@ KINDS: dict[str, Callable[[int, DType, int, int], Bits]] = {
     "special": special,
     "tiled": tiled,
 }
-"""Fills by kind; ``sweep`` needs the operand's shape as well and is made by ``fill``."""
+"""Fills by kind, of so many elements."""
+
+SWEEPS: dict[str, Callable[[int, int, DType, int], Bits]] = {"sweep": sweep, "sweep8": sweep8}
+"""Fills that follow rows and columns."""
+
+ALL_KINDS = (*KINDS, *SWEEPS)
 
 
 def fill(kind: str, shape: tuple[int, ...], dtype: DType, seed: int, operand: int) -> Bits:
     """Return the elements of an operand as an array of bits in its shape."""
     size = int(np.prod(shape, dtype=np.int64))
-    if kind == "sweep":
+    if kind in SWEEPS:
         columns = shape[-1] if shape else 1
         rows = size // columns if columns else 0
-        return sweep(rows, columns, dtype, seed + 131 * operand).reshape(shape)
+        return SWEEPS[kind](rows, columns, dtype, seed + 131 * operand).reshape(shape)
     return KINDS[kind](size, dtype, seed, operand).reshape(shape)

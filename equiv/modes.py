@@ -47,7 +47,7 @@ def held(run: Any) -> Iterator[tuple[Any, Any]]:
     """Hold a result while a second call runs on other operands, then look at both."""
     from equiv.execute import Found, integers
 
-    first_bits, first_expected = run.bits, run.expected
+    first_storage, first_expected = run.storage, run.expected
     first = run.call()
     before = run.snapshot(first)
     run.intact()
@@ -55,16 +55,15 @@ def held(run: Any) -> Iterator[tuple[Any, Any]]:
     kept = {n: t for n, t in first.items() if not run.arena.holds(t)}
     served = run.out
     run.out = type(served)(str(served.device))  # the first call's memory stays as it is
-    run.bits = run.elements(run.case.fill.seed + 1)
-    run.load(run.bits)
+    run.load(run.elements(run.case.fill.seed + 1))
     run.expected = run.reference()
     second_expected = run.expected
     actual = run.snapshot(run.call())
     run.intact()
     after = {n: integers(t) for n, t in kept.items()}
     run.out = served
-    run.bits, run.expected = first_bits, first_expected
-    run.load(run.bits)
+    run.expected = first_expected
+    run.load(first_storage)
     yield second_expected, actual
     for name, now in after.items():
         if not torch.equal(now, before[name]):

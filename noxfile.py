@@ -17,13 +17,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import nox
 from nox.command import CommandFailed
 from packaging.requirements import Requirement
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    sys.stderr.write(f"bytegate needs Python 3.11 or later; {sys.executable} is older\n")
+    raise SystemExit(2) from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,12 +119,9 @@ def _hand_over(session: nox.Session) -> None:
     """
     module = COMMANDS[session.name]
     if not (ROOT / module / "__main__.py").is_file():
-        _leave(session, f"{session.name} is not built yet: there is no {module}/__main__.py", 2)
-    try:
-        with _python(session, "project") as run:
-            code = _call(session, [*run, "-m", module, *session.posargs])
-    except CommandFailed as error:
-        _leave(session, f"the environment could not be set up, so nothing ran: {error}", INVALID)
+        _refuse(session, f"{session.name} is not built yet: there is no {module}/__main__.py")
+    with _python(session, "project") as run:
+        code = _call(session, [*run, "-m", module, *session.posargs])
     if code == 1:
         session.error(f"{module} ended with exit code 1")
     if code:
@@ -138,12 +140,15 @@ def _call(session: nox.Session, command: list[str]) -> int:
     try:
         code = child.wait()
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):  # the terminal sent that one to both
-            child.terminate()
-        try:
-            child.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
+        # Ctrl-C has reached the child too; anything else it must be told.
+        steps = [child.terminate, child.kill]
+        if isinstance(error, KeyboardInterrupt):
+            steps.insert(0, lambda: None)
+        for step in steps:
+            step()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_S)
+                break
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -162,10 +167,10 @@ def _leave(session: nox.Session, line: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def _refuse(session: nox.Session, line: str) -> NoReturn:
-    """Refuse to run a session, which is bad usage for those that hand exit codes on."""
+def _refuse(session: nox.Session, line: str, code: int = BAD_USAGE) -> NoReturn:
+    """Refuse to run a session, with this code where the session hands exit codes on."""
     if session.name in COMMANDS:
-        _leave(session, line, BAD_USAGE)
+        _leave(session, line, code)
     session.error(line)
 
 
@@ -274,7 +279,11 @@ def _own_environment(session: nox.Session) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_UN)
             _hold(session, lock, fcntl.LOCK_EX)
             if _stamp() != _wanted():
-                _build(session, lock)
+                try:
+                    _build(session, lock)
+                except CommandFailed as error:
+                    line = f"the environment could not be set up, so nothing ran: {error}"
+                    _refuse(session, line, INVALID)
         yield ENVIRONMENT / "bin" / "python"
 
 

@@ -94,4 +94,5 @@ def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
     if is_own(name):
         return Loaded(name, import_function(name), "dispatch")
     candidate = pair.candidates[name]
-    return Loaded(name, candidate.load(device, library), candidate.guard)
+    kernel = candidate.load(device, library)
+    return Loaded(name, kernel, candidate.guard, candidate.executions, candidate.evidence)

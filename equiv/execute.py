@@ -52,11 +52,21 @@ class Found(Exception):  # noqa: N818 - it isn't an error of ours
 
 @dataclass(frozen=True)
 class Loaded:
-    """A candidate in this process: its name, its function, and how its outputs are guarded."""
+    """A candidate in this process.
+
+    Attributes
+    ----------
+    guard : how its outputs are guarded: ``"dispatch"``, ``"out"`` or ``"malloc"``.
+    executions : counts runs of the kernel proper, where that can be told.
+    evidence : parts of names, one of which a profile of a call must show.
+
+    """
 
     name: str
     kernel: Callable[..., Any]
     guard: str
+    executions: Callable[[], int] | None = None
+    evidence: tuple[str, ...] = ()
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,6 +236,7 @@ class _Run:
                 for o in self.outputs.values()
             }
         self.x.calls += 1
+        before = loaded.executions() if loaded.executions else 0
         tensors = self.arena.tensors()
         self.x.probe(tensors, self.point)
         try:
@@ -240,6 +251,8 @@ class _Run:
                 raise
             module = getattr(loaded.kernel, "__module__", "") or ""
             raise Found("raised", f"{type(e).__name__}: {_line(e)}", origin(e, module)) from None
+        if loaded.executions and self.pair.rows(self.point) and loaded.executions() == before:
+            raise Found("not_run", f"the call returned, but {loaded.name}'s own kernel didn't run")
         return self.checked(returned)
 
     def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:

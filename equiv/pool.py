@@ -150,6 +150,22 @@ class Worker:
             result = self._declared(result, case)
         return replace(result, seconds=time.perf_counter() - start)
 
+    def prove(self, case: Case, forbidden: tuple[str, ...]) -> dict[str, Any]:
+        """Ask for a profile of one call; what went wrong is in the answer, under ``"error"``."""
+        if self._process is None:
+            self.start()
+        try:
+            self._pipe.send(worker.ProofRequest(case, forbidden))
+            if self._pipe.poll(FIRST_S):
+                answer: Any = self._pipe.recv()
+                if isinstance(answer, dict):
+                    return answer
+                return {"error": str(getattr(answer, "detail", answer)), "candidate_ok": None}
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join(5)
+        self._kill()
+        return {"error": "the worker died or hung while it was profiled", "candidate_ok": None}
+
     def _declared(self, result: Result, case: Case) -> Result:
         claim = claim_of(self.pair, case)
         eligible = tuple(

@@ -25,6 +25,7 @@ FINDINGS = {
     "crash": "the process died, or the CUDA context was lost",
     "hang": "no result within the time limit",
     "last_error": "an error was left behind for whoever asks CUDA next",
+    "not_run": "the named kernel did not run",
     "wrong_type": "the result isn't what the pair returns",
     "wrong_shape": "an output has another shape",
     "wrong_dtype": "an output has another dtype",

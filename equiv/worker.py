@@ -61,6 +61,14 @@ class Hello:
     usage: str = ""
 
 
+@dataclass(frozen=True)
+class ProofRequest:
+    """Asks for a profile of one call, see ``equiv.proof``."""
+
+    case: Case
+    forbidden: tuple[str, ...]
+
+
 def main(pipe: Connection, spec: WorkerSpec) -> None:
     """Serve cases until the pipe closes."""
     os.environ.update(dict(spec.environment))
@@ -107,6 +115,8 @@ def _start(pipe: Connection, spec: WorkerSpec) -> Any:
 
 
 def _serve(pipe: Connection, executor: Any, spec: WorkerSpec) -> None:
+    from equiv.proof import prove
+
     cuda = spec.device.startswith("cuda")
     while True:
         try:
@@ -117,6 +127,9 @@ def _serve(pipe: Connection, executor: Any, spec: WorkerSpec) -> None:
             return
         answer: Any
         try:
+            if isinstance(case, ProofRequest):
+                pipe.send(prove(executor, case.case, case.forbidden))
+                continue
             answer = executor.run(case)
         except BytegateError as e:
             answer = e

@@ -8,8 +8,8 @@
 
 Domain: bf16 and fp16, any T and H from 1 up, any pitches and bases that are multiples of
 16 bytes (8 for fp8 ``k_pe``). Elsewhere a kernel may refuse, with an exception and
-nothing written: float32, another rope width, mixed layouts off that alignment, fp8 ``k_pe``. H = 0
-with tokens is degenerate, and claimed to give empty tensors, as the stock ops do.
+nothing written: float32, another rope width, mixed layouts off that alignment, fp8 ``k_pe``,
+no heads at all.
 """
 
 from __future__ import annotations
@@ -54,6 +54,18 @@ def _load_inductor(device: str, library: str | None) -> Callable[..., Any]:
     return inductor_pack.load(device, library)
 
 
+def _triton_launches() -> int:
+    from kvpack import triton_pack
+
+    return triton_pack.launches()
+
+
+def _inductor_calls() -> int:
+    from kvpack import inductor_pack
+
+    return inductor_pack.compiled_calls()
+
+
 class KVPack:
     """The stock K/V pack tail and the kernels that claim its bytes."""
 
@@ -91,15 +103,16 @@ class KVPack:
             Candidate(
                 "triton",
                 _load_triton,
-                environment={"TRITON_INTERPRET": "1"},
+                cpu_environment={"TRITON_INTERPRET": "1"},
                 evidence=("kv_pack_kernel",),
                 rows_per_second=20_000.0,
+                executions=_triton_launches,
             ),
             Candidate(
                 "inductor",
                 _load_inductor,
                 guard="out",
-                evidence=("triton_", "Torch-Compiled Region", "CompiledFxGraph"),
+                executions=_inductor_calls,
             ),
         )
     }
@@ -150,7 +163,8 @@ class KVPack:
     def outcome(self, point: Point, aligned: bool) -> str:  # noqa: FBT001
         """Return ``"equal"`` in the domain, ``"refused"`` where a kernel may refuse."""
         standard = all(point[a] in values for a, values in self.domain_axes.items())
-        return "equal" if standard and aligned else "refused"
+        degenerate = point["H"] == 0 and point["T"] > 0
+        return "equal" if standard and aligned and not degenerate else "refused"
 
     def call(
         self,

@@ -84,8 +84,9 @@ class Candidate:
     guard : how its outputs get into guarded, poisoned memory: ``"dispatch"`` when it
         allocates them with torch (the suite serves the allocation), ``"out"`` when the
         kernel takes ``out={name: tensor}``.
-    environment : variables to set before anything is imported.
-    evidence : kernel or operator names one of which must appear in a profile of a call.
+    cpu_environment : variables that its worker sets on a CPU, before anything is imported.
+    evidence : parts of kernel or operator names, one of which must appear in a profile of a call.
+    executions : returns how often the kernel proper ran in this process, where that can be told.
     rows_per_second : rough speed on a CPU, by which a campaign sizes its cases; ``inf``
         where it is no slower than the reference.
 
@@ -95,9 +96,10 @@ class Candidate:
     load: Callable[[str, str | None], Callable[..., Any]]
     devices: tuple[str, ...] = ("cpu", "cuda")
     guard: str = "dispatch"
-    environment: Mapping[str, str] = field(default_factory=dict)
+    cpu_environment: Mapping[str, str] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
     rows_per_second: float = float("inf")
+    executions: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)

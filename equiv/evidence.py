@@ -1,0 +1,322 @@
+"""Evidence: what a run leaves behind, as plain frozen values, and the file they make.
+
+The values are standard dataclasses, so that a GPU host needs nothing more to produce them. Reading
+somebody's file, exporting the JSON Schema and checking one's own file use pydantic where it is
+installed; what is written without it says ``"validated": false``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from equiv.errors import UsageError
+
+SCHEMA = "bytegate.equiv"
+SCHEMA_VERSION = 1
+
+_STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One case as recorded: its line and the xxh3-128 of its inputs and reference outputs."""
+
+    __pydantic_config__ = _STRICT
+    case: str
+    status: str
+    input_hash: str
+    output_hash: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One failure, shrunk.
+
+    Attributes
+    ----------
+    kind : key of ``equiv.result.FINDINGS``.
+    case : the smallest failing case; ``found`` is the one first met, after ``after_cases`` cases of
+        its lane.
+    detail : in one line: bytes, first place, both elements and what they mean.
+    voices : who the oracle says is wrong.
+    raised_in : ``module:function`` of an exception or crash.
+    repro : one command that repeats it.
+    occurrences : cases of the lane that failed in the same way.
+
+    """
+
+    __pydantic_config__ = _STRICT
+    lane: str
+    kind: str
+    case: str
+    found: str
+    after_cases: int
+    detail: str
+    voices: str
+    raised_in: str
+    repro: str
+    occurrences: int
+    set_elements: int | None
+    """Elements set after a fill of zeros; None where the fill could not be reduced."""
+
+
+@dataclass(frozen=True)
+class LedgerUse:
+    """How often a ledger entry was met.
+
+    ``patterns`` counts distinct input bit patterns by ``"dtype position"``.
+    """
+
+    __pydantic_config__ = _STRICT
+    id: str
+    state: str
+    """``"seen"``, ``"gone"`` (declared, eligible cases ran, never met), or ``"not exercised"``."""
+    cases: int
+    eligible_cases: int
+    elements: int
+    patterns: dict[str, int]
+    reason: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one lane did for one candidate.
+
+    Attributes
+    ----------
+    state : ``"passed"``, ``"failed"`` or ``"not covered"``.
+    cases, enumerated, drawn : run; drawn ones are hypothesis's, shrinking not counted.
+    equal, refused, declared, undefined : outcomes of the cases that didn't fail.
+    kinds : cases by kind; ``least`` what the lane needed of each.
+    ranges : least and greatest value of each dimension, and of rows.
+    missing : kinds below their least count, or why the lane didn't run.
+    left_out : parts of the domain that it doesn't reach on this machine or profile.
+    bound : upper bound (95 %) on the failing share of the drawn distribution, 1 - 0.05^(1/n).
+
+    """
+
+    __pydantic_config__ = _STRICT
+    lane: str
+    state: str
+    cases: int
+    enumerated: int
+    drawn: int
+    equal: int
+    refused: int
+    declared: int
+    undefined: int
+    oracle_checked: int
+    guarded: int
+    bytes_compared: int
+    seconds: float
+    kinds: dict[str, int]
+    least: dict[str, int]
+    ranges: dict[str, tuple[int, int]]
+    median_rows: int
+    layouts_differ: dict[str, int]
+    missing: list[str]
+    left_out: list[str]
+    bound: float | None
+    findings: list[Finding]
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate's lanes.
+
+    Attributes
+    ----------
+    state : ``"passed"``, ``"failed"`` or ``"not covered"``, with ``reason``.
+    guard : how its outputs were guarded: ``"dispatch"``, ``"out"`` or ``"malloc"``.
+    proof : what shows that the named kernel ran, and for stock that no fused one did.
+
+    """
+
+    __pydantic_config__ = _STRICT
+    name: str
+    state: str
+    reason: str
+    guard: str
+    proof: dict[str, Any]
+    lanes: list[Lane]
+    ledger: list[LedgerUse]
+    crashes: int
+    hangs: int
+
+
+@dataclass(frozen=True)
+class EquivEvidence:
+    """``equiv.json``.
+
+    Attributes
+    ----------
+    verdict : ``"PASS"``, ``"FAIL"``, ``"NOT COVERED"``.
+    distribution : what the drawn cases are drawn from, for the bound.
+    not_covered : by name, everything that could not run here.
+
+    """
+
+    __pydantic_config__ = _STRICT
+    verdict: str
+    exit_code: int
+    pair: str
+    profile: str
+    device: str
+    seed: int
+    lanes: list[str]
+    candidates: list[Candidate]
+    reference_ledger: list[LedgerUse]
+    not_covered: list[str]
+    distribution: str
+    environment: dict[str, Any]
+    started: str
+    seconds: float
+    command: str
+    schema: str = SCHEMA
+    schema_version: int = SCHEMA_VERSION
+    validated: bool = field(default=False)
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """One planted fault: caught or missed, by which lane, after how many cases.
+
+    ``twin`` is ``"clean"`` where the twin passed the same case and a campaign of its own.
+    """
+
+    __pydantic_config__ = _STRICT
+    id: str
+    title: str
+    outcome: str
+    lane: str
+    cases: int
+    smallest: str
+    kind: str
+    detail: str
+    twin: str
+    seconds: float
+    candidate: str
+
+
+@dataclass(frozen=True)
+class FaultsEvidence:
+    """``faults.json``: the planted faults, and the false alarms of clean kernels."""
+
+    __pydantic_config__ = _STRICT
+    verdict: str
+    exit_code: int
+    pair: str
+    profile: str
+    device: str
+    seed: int
+    faults: list[FaultRow]
+    false_alarms: dict[str, Any]
+    environment: dict[str, Any]
+    started: str
+    seconds: float
+    command: str
+    schema: str = "bytegate.faults"
+    schema_version: int = SCHEMA_VERSION
+    validated: bool = field(default=False)
+
+
+def _adapter(kind: type) -> Any:
+    try:
+        import pydantic
+    except ImportError:
+        return None
+    return pydantic.TypeAdapter(kind)
+
+
+def json_schema(kind: type = EquivEvidence) -> dict[str, Any]:
+    """Return the JSON Schema of an evidence file.
+
+    Raises
+    ------
+    UsageError : pydantic isn't installed.
+
+    """
+    adapter = _adapter(kind)
+    if adapter is None:
+        msg = "the JSON Schema needs pydantic: pip install 'bytegate[report]'"
+        raise UsageError(msg)
+    schema: dict[str, Any] = adapter.json_schema()
+    return schema
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder, and check that it can be written.
+
+    Raises
+    ------
+    UsageError : it can't.
+
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        msg = f"can't write to the folder {folder}: {e.strerror}; give --out another one"
+        raise UsageError(msg) from None
+
+
+def write(path: Path, evidence: Any) -> None:
+    """Write evidence to a file whole or not at all, checked by pydantic where it is installed."""
+    adapter = _adapter(type(evidence))
+    value = dataclasses.replace(evidence, validated=adapter is not None)
+    text = json.dumps(dataclasses.asdict(value), indent=1, allow_nan=False)
+    if adapter is not None:
+        adapter.validate_json(text, strict=False)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(text)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, kind: type = EquivEvidence) -> Any:
+    """Read and check an evidence file.
+
+    Raises
+    ------
+    UsageError : unreadable, damaged, of another schema, or pydantic isn't installed.
+
+    """
+    adapter = _adapter(kind)
+    if adapter is None:
+        msg = "reading evidence needs pydantic: pip install 'bytegate[report]'"
+        raise UsageError(msg)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        msg = f"can't read the evidence {path}: {e}"
+        raise UsageError(msg) from None
+    wanted = kind.__dataclass_fields__["schema"].default  # type: ignore[attr-defined]
+    found = (raw.get("schema"), raw.get("schema_version")) if isinstance(raw, dict) else None
+    if found != (wanted, SCHEMA_VERSION):
+        msg = f"{path} is of schema {found}, expected {wanted} version {SCHEMA_VERSION}"
+        raise UsageError(msg)
+    try:
+        return adapter.validate_python(raw)
+    except ValueError as e:
+        first = str(e).splitlines()
+        msg = f"the evidence {path} is damaged: {' '.join(x.strip() for x in first[:3])}"
+        raise UsageError(msg) from None

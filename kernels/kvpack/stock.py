@@ -45,7 +45,7 @@ def kv_pack(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, Tenso
     if use_fp8:
         kv_nope = kv_nope.to(torch.float8_e4m3fn)
         k_pe = k_pe.to(torch.float8_e4m3fn)
-    k_nope, v = kv_nope.split([NOPE, V], dim=-1)  # type: ignore[no-untyped-call]
+    k_nope, v = kv_nope.split([NOPE, V], dim=-1)
     return _concat_k_nope_k_pe(k_nope, k_pe), v
 
 

@@ -65,10 +65,10 @@ class Options:
     draws: int | None = None
 
 
-Progress = "Callable[[str, str, int, int], None]"
 
 
-def _silent(candidate: str, lane: str, done: int, total: int) -> None:
+
+def silent(candidate: str, lane: str, done: int, total: int) -> None:
     del candidate, lane, done, total
 
 
@@ -419,7 +419,7 @@ def ledger_use(entry: Entry, seen: Seen, *, patterns_ran: bool) -> evidence.Ledg
 
 
 def run_candidate(
-    name: str, options: Options, progress: Callable[[str, str, int, int], None] = _silent
+    name: str, options: Options, progress: Callable[[str, str, int, int], None] = silent
 ) -> tuple[evidence.Candidate, dict[str, Seen]]:
     """Run every lane for one candidate.
 

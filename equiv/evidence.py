@@ -320,3 +320,20 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
         first = str(e).splitlines()
         msg = f"the evidence {path} is damaged: {' '.join(x.strip() for x in first[:3])}"
         raise UsageError(msg) from None
+
+
+def read_any(path: Path) -> Any:
+    """Read ``equiv.json`` or ``faults.json``, by its own word for which it is.
+
+    Raises
+    ------
+    UsageError : as ``read``.
+
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        msg = f"can't read the evidence {path}: {e}"
+        raise UsageError(msg) from None
+    faults = isinstance(raw, dict) and raw.get("schema") == "bytegate.faults"
+    return read(path, FaultsEvidence if faults else EquivEvidence)

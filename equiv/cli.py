@@ -1,0 +1,223 @@
+"""The command line ``bytegate``; ``python -m equiv`` is its ``equiv`` command.
+
+Exit codes: 0 pass; 1 a divergence or a missed fault; 2 bad usage or input; 3 inconclusive; 4 invalid,
+or something required was not covered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from equiv.errors import BytegateError, ExitCode
+from equiv.lanes import LANES
+from equiv.profiles import PROFILES
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Decides, with evidence, whether a fused kernel may replace the ops it claims to equal.",
+)
+equiv_app = typer.Typer(
+    rich_markup_mode=None,
+    help="Compare a pair's candidates with its reference, byte for byte, on every lane.",
+)
+app.add_typer(equiv_app, name="equiv")
+
+PairOption = Annotated[str, typer.Option(help="Registered op pair.")]
+CandidateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--candidate",
+        help="A candidate of the pair, or your own kernel as module:function or file.py:function. "
+        "Repeatable; all that run here by default.",
+    ),
+]
+LaneOption = Annotated[
+    list[str] | None,
+    typer.Option("--lane", help=f"One of {', '.join(LANES)}. Repeatable; all by default."),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(help=f"One of {', '.join(PROFILES)}; dev by default, gate where CI is set."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU by default where there is one.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, help="0 by default; a nightly draws a new one every time.")
+]
+LedgerOption = Annotated[
+    Path | None, typer.Option("--ledger", help="Declared divergences; the suite's own by default.")
+]
+LibraryOption = Annotated[
+    str | None,
+    typer.Option(help="A library with vLLM's op (_C_stable_libtorch.abi3.so), instead of an installed vLLM."),
+]
+
+
+@equiv_app.callback(invoke_without_command=True)
+def equiv(
+    context: typer.Context,
+    pair: PairOption = "kvpack",
+    candidate: CandidateOption = None,
+    lane: LaneOption = None,
+    profile: ProfileOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = None,
+    out: Annotated[Path, typer.Option(help="Folder for equiv.json and equiv.xml.")] = Path("out/equiv"),
+    ledger: LedgerOption = None,
+    library: LibraryOption = None,
+) -> None:
+    """Compare a pair's candidates with its reference, byte for byte, on every lane."""
+    if context.invoked_subcommand is not None:
+        return
+    from equiv import report
+    from equiv.run import Request, run
+
+    request = Request(
+        pair=pair,
+        candidates=tuple(candidate or ()),
+        lanes=tuple(lane or ()),
+        profile=profile,
+        device=device,
+        seed=seed,
+        out=out,
+        ledger=ledger,
+        library=library,
+        command=command_line(),
+    )
+    with report.Progress() as progress:
+        made = run(request, progress)
+    report.show_equiv(made, out / "equiv.json")
+    raise typer.Exit(made.exit_code)
+
+
+@equiv_app.command()
+def repro(
+    case: Annotated[str, typer.Argument(help="The line that a report printed.")],
+    ledger: LedgerOption = None,
+    library: LibraryOption = None,
+) -> None:
+    """Run one case again and print everything about it."""
+    from equiv.repro import repro as again
+
+    done = again(case, library=library, ledger_path=ledger)
+    for line in done.lines:
+        sys.stdout.write(line + "\n")
+    raise typer.Exit(done.exit_code)
+
+
+@equiv_app.command()
+def faults(
+    pair: PairOption = "kvpack",
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Ids such as K07. Repeatable; all by default.")
+    ] = None,
+    profile: ProfileOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = None,
+    out: Annotated[Path, typer.Option(help="Folder for faults.json and faults.xml.")] = Path("out/faults"),
+    clean_cases: Annotated[
+        int | None,
+        typer.Option(min=0, help="Cases of the false-alarm run; by default 10,000 in gate, 1,000 in dev."),
+    ] = None,
+) -> None:
+    """Run the planted faults as candidates: each must be caught, and no clean kernel flagged."""
+    from equiv import report
+    from equiv.faults import FaultsRequest, run_faults
+
+    request = FaultsRequest(
+        pair=pair,
+        only=tuple(only or ()),
+        profile=profile,
+        device=device,
+        seed=seed,
+        out=out,
+        clean_cases=clean_cases,
+        command=command_line(),
+    )
+    with report.Progress() as progress:
+        made = run_faults(request, progress)
+    report.show_faults(made, out / "faults.json")
+    raise typer.Exit(made.exit_code)
+
+
+@equiv_app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="An equiv.json.")],
+    markdown: Annotated[bool, typer.Option(help="Print Markdown instead.")] = False,
+) -> None:
+    """Print the report of an evidence file, such as one that a GPU host left."""
+    from equiv import evidence, report
+
+    made = evidence.read_any(file)
+    if markdown:
+        sys.stdout.write(report.markdown(made))
+    elif isinstance(made, evidence.FaultsEvidence):
+        report.show_faults(made, file)
+    else:
+        report.show_equiv(made, file)
+
+
+@equiv_app.command()
+def schema() -> None:
+    """Print the JSON Schema of equiv.json."""
+    from equiv import evidence
+
+    sys.stdout.write(json.dumps(evidence.json_schema(), indent=2) + "\n")
+
+
+def command_line() -> str:
+    """Return the command as a person would type it again."""
+    return shlex.join(["bytegate", *_WORDS])
+
+
+_WORDS: list[str] = []
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run the command line; every error is one line on standard error."""
+    arguments = list(sys.argv[1:] if words is None else words)
+    _WORDS[:] = arguments
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(args=arguments, prog_name="bytegate", standalone_mode=False)
+    except BytegateError as e:
+        return _say(str(e), e.exit_code)
+    except click.exceptions.Exit as e:
+        return int(e.exit_code)
+    except click.ClickException as e:
+        return _say(e.format_message(), ExitCode.USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return _say("interrupted; nothing was written", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        if os.environ.get("BYTEGATE_TRACEBACK"):
+            raise
+        text = " ".join(str(e).split())[:300]
+        return _say(
+            f"internal error: {type(e).__name__}: {text}; set BYTEGATE_TRACEBACK=1 to see where, "
+            "and report it",
+            ExitCode.INVALID,
+        )
+    return int(code) if isinstance(code, int) else 0
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(f"bytegate: {' '.join(text.split())}\n")
+    return int(code)

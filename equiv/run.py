@@ -1,0 +1,261 @@
+"""``bytegate equiv``: choose candidates, run them, judge, write the evidence."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equiv import campaign, candidates, environment, evidence, ledger
+from equiv.errors import ExitCode, UsageError
+from equiv.lanes import DEFAULT_SMS, LANES, Target
+from equiv.ledger import Seen
+from equiv.modes import CUDA_MODES
+from equiv.pairs import OpPair, load_pair
+from equiv.profiles import default_name, profile_of, seed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line; None where the default was left."""
+
+    pair: str = "kvpack"
+    candidates: tuple[str, ...] = ()
+    lanes: tuple[str, ...] = ()
+    profile: str | None = None
+    device: str | None = None
+    seed: int | None = None
+    out: Path = Path("out/equiv")
+    ledger: Path | None = None
+    library: str | None = None
+    command: str = "bytegate equiv"
+
+
+def find_device(name: str | None) -> str:
+    """Return the device to run on: the one asked for, else the GPU where there is one.
+
+    Raises
+    ------
+    UsageError : unknown, or a GPU was asked for and torch sees none.
+
+    """
+    import torch
+
+    if name is None:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return name
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        msg = f"unknown device {name!r}: expected cpu, cuda or cuda:N"
+        raise UsageError(msg)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        msg = (
+            f"--device {name}: torch {torch.__version__} sees {count} GPUs; "
+            "run on a GPU host, or leave --device out"
+        )
+        raise UsageError(msg)
+    return f"cuda:{index or 0}"
+
+
+def target_of(device: str) -> Target:
+    """Describe a device for the lanes."""
+    import torch
+
+    if device == "cpu":
+        return Target("cpu", DEFAULT_SMS)
+    found = torch.cuda.get_device_properties(device)
+    return Target(
+        device,
+        found.multi_processor_count,
+        torch.cuda.device_count(),
+        found.total_memory,
+    )
+
+
+def check_lanes(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the lanes asked for, all by default.
+
+    Raises
+    ------
+    UsageError : unknown.
+
+    """
+    for name in names:
+        if name not in LANES:
+            msg = f"unknown lane {name!r}: expected one of {', '.join(LANES)}"
+            raise UsageError(msg)
+    return tuple(dict.fromkeys(names)) or LANES
+
+
+def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
+    """Check everything that was asked for before anything runs.
+
+    Raises
+    ------
+    UsageError : with one line on what can't be used.
+
+    """
+    pair = load_pair(request.pair)
+    for name in request.candidates:
+        candidates.check_name(pair, name)
+    lanes = check_lanes(request.lanes)
+    profile = profile_of(request.profile or default_name())
+    entries = ledger.load(request.ledger)
+    ledger.check_names(entries, pair)
+    if request.library is not None and not Path(request.library).is_file():
+        msg = f"--library {request.library}: there is no such file; give the path of _C_stable_libtorch.abi3.so"
+        raise UsageError(msg)
+    evidence.check_folder(request.out)
+    device = find_device(request.device)
+    for name in request.candidates:
+        if candidates.is_own(name):
+            continue
+        devices = pair.candidates[name].devices
+        if device.partition(":")[0] not in devices:
+            msg = f"candidate {name!r} runs on {', '.join(devices)} alone, and the device is {device}"
+            raise UsageError(msg)
+    return pair, campaign.Options(
+        pair=pair,
+        target=target_of(device),
+        profile=profile,
+        seed=seed_of(profile, request.seed),
+        lanes=lanes,
+        entries=entries,
+        versions=environment.versions(),
+        library=request.library,
+        paths=tuple(p for p in sys.path if p),
+    )
+
+
+def judge(
+    found: Sequence[evidence.Candidate], asked: Sequence[str], reference: Sequence[evidence.LedgerUse]
+) -> tuple[str, ExitCode]:
+    """Return the verdict and exit code of candidates.
+
+    A failure decides. A lane that lacks its least counts is not covered; so is a candidate that
+    was asked for by name and can't run. A default candidate that can't run here is listed, and doesn't
+    decide, as long as one candidate ran.
+    """
+    if any(c.state == "failed" for c in found) or any(u.state == "gone" for u in reference):
+        return "FAIL", ExitCode.FAIL
+    ran = [c for c in found if c.lanes]
+    asked_missing = any(c.name in asked and c.state == "not covered" for c in found)
+    if not ran or asked_missing or any(c.state == "not covered" for c in ran):
+        return "NOT COVERED", ExitCode.INVALID
+    return "PASS", ExitCode.PASS
+
+
+def run(
+    request: Request,
+    progress: Callable[[str, str, int, int], None] | None = None,
+) -> evidence.EquivEvidence:
+    """Run what was asked for, and write ``equiv.json`` and ``equiv.xml`` to ``request.out``.
+
+    Raises
+    ------
+    UsageError : something that was asked for can't be used.
+
+    """
+    started, start = datetime.now(UTC), time.monotonic()
+    pair, options = prepare(request)
+    asked = request.candidates
+    names = asked or tuple(n for n in pair.candidates if n != "stock")
+    seen: dict[str, Seen] = defaultdict(Seen)
+    found = []
+    for name in names:
+        made, met = campaign.run_candidate(name, options, progress or campaign.silent)
+        found.append(made)
+        for entry_id, s in met.items():
+            merge(seen[entry_id], s)
+    patterns_ran = any(x.lane == "patterns" for c in found for x in c.lanes)
+    reference = [
+        campaign.ledger_use(e, seen[e.id], patterns_ran=patterns_ran)
+        for e in options.entries
+        if e.against == "oracle"
+        and e.applies(pair.name, "stock", options.target.device, options.versions)
+    ]
+    verdict, code = judge(found, asked, reference)
+    made_evidence = evidence.EquivEvidence(
+        verdict=verdict,
+        exit_code=int(code),
+        pair=pair.name,
+        profile=options.profile.name,
+        device=options.target.device,
+        seed=options.seed,
+        lanes=list(options.lanes),
+        candidates=found,
+        reference_ledger=reference,
+        not_covered=not_covered(found, options),
+        distribution=distribution(options),
+        environment=environment.collect(options.target.device, request.library),
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(time.monotonic() - start, 3),
+        command=request.command,
+    )
+    write(request.out, made_evidence)
+    return made_evidence
+
+
+def write(folder: Path, made: evidence.EquivEvidence) -> None:
+    """Write the evidence and its junit form."""
+    from equiv import junit
+
+    evidence.write(folder / "equiv.json", made)
+    evidence.write_text(folder / "equiv.xml", junit.of_equiv(made))
+
+
+def merge(into: Seen, other: Seen) -> None:
+    """Add one candidate's count of a ledger entry to another's."""
+    into.elements += other.elements
+    into.cases += other.cases
+    into.eligible_cases += other.eligible_cases
+    for key, patterns in other.patterns.items():
+        into.patterns.setdefault(key, set()).update(patterns)
+
+
+def not_covered(found: Sequence[evidence.Candidate], options: campaign.Options) -> list[str]:
+    """Name everything that could not run here, once."""
+    lines = []
+    if not options.target.cuda:
+        lines.append(f"no GPU: the pair on CUDA, and the modes {', '.join(CUDA_MODES)}")
+    for c in found:
+        if not c.lanes:
+            lines.append(f"candidate {c.name}: {c.reason}")
+        for x in c.lanes:
+            lines += [f"{c.name}, {x.lane}: {m}" for m in x.missing]
+            lines += [f"{c.name}, {x.lane}: {m}" for m in x.left_out]
+    left = [lane for lane in LANES if lane not in options.lanes]
+    if left:
+        lines.append(f"lanes not asked for: {', '.join(left)}")
+    return list(dict.fromkeys(lines))
+
+
+def distribution(options: campaign.Options) -> str:
+    """Say what the drawn cases are drawn from."""
+    dims = ", ".join(f"{n} {d.minimum}..{d.maximum}" for n, d in options.pair.dims.items())
+    axes = ", ".join(
+        f"{a} in {{{', '.join(map(str, v))}}}"
+        for a, v in options.pair.domain_axes.items()
+        if len(options.pair.axes[a]) > 1
+    )
+    return (
+        f"hypothesis's draws at seed {options.seed}: {dims}, about one in ten near a mark of the launch plan, "
+        f"one in ten log-uniform up to {options.profile.drawn_rows:,} rows, the others near "
+        f"their median; {axes}; fills of uniform bits, e4m3's range and special patterns. "
+        "hypothesis avoids repeats and varies what it saw, so draws aren't strictly independent; the "
+        "bound takes them as if they were, and speaks of this distribution alone"
+    )
+
+
+def environment_of(options: campaign.Options) -> dict[str, Any]:
+    """Return the environment block for a set of options."""
+    return environment.collect(options.target.device, options.library)

@@ -28,14 +28,12 @@ import torch
 from torch import Tensor, _check
 
 from kvpack.spec import Unavailable
-from kvpack.stock import NOPE, ROPE, V
+from kvpack.stock import NOPE, ROPE, V, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _FP8 = torch.float8_e4m3fn
-_DTYPES = (torch.bfloat16, torch.float16)
-_RANK = 3
 _TOKENS, _HEADS = 101, 13  # of the example
 
 
@@ -186,7 +184,7 @@ def kv_pack(
         another is made where the grad mode, inference mode or number of threads changed).
 
     """
-    k, v = _outputs(kv_nope, k_pe, out, use_fp8=use_fp8)
+    k, v = outputs(kv_nope, k_pe, out, use_fp8=use_fp8)
     key_nope, key_rope = k[..., :NOPE], k[..., NOPE:]
     operands = (kv_nope, k_pe, key_nope, key_rope, v)[: 5 if use_fp8 else 4]
     variant = Variant(
@@ -277,54 +275,3 @@ def _odd(
         fixed = dimension == len(shape) - 1 or size == 1
         (mark_static if fixed else mark_unbacked)(view, dimension)
     return view
-
-
-def _outputs(
-    kv_nope: Tensor, k_pe: Tensor, out: Mapping[str, Tensor] | None, *, use_fp8: bool
-) -> tuple[Tensor, Tensor]:
-    """Check the operands; return k and v, to be written but for v in 16-bit mode."""
-    _validate(kv_nope, k_pe, use_fp8=use_fp8)
-    tokens, heads, _ = kv_nope.shape
-    dtype = _FP8 if use_fp8 else kv_nope.dtype
-    made: dict[str, Tensor] = {}
-    for name, columns in (("k", NOPE + ROPE), ("v", V)):
-        if name == "v" and not use_fp8:
-            made[name] = kv_nope[..., NOPE:]
-        elif out is None:
-            made[name] = kv_nope.new_empty((tokens, heads, columns), dtype=dtype)
-        else:
-            made[name] = _given(out, name, (tokens, heads, columns), dtype, kv_nope.device)
-    return made["k"], made["v"]
-
-
-def _validate(kv_nope: Tensor, k_pe: Tensor, *, use_fp8: bool) -> None:
-    if kv_nope.dtype not in _DTYPES:
-        raise TypeError(f"kv_nope is {kv_nope.dtype}: expected bfloat16 or float16")
-    if k_pe.dtype != kv_nope.dtype and not (use_fp8 and k_pe.dtype == _FP8):
-        raise TypeError(
-            f"k_pe is {k_pe.dtype}: expected {kv_nope.dtype}, or float8_e4m3fn with use_fp8"
-        )
-    if kv_nope.ndim != _RANK or kv_nope.shape[2] != NOPE + V:
-        raise ValueError(f"kv_nope is {list(kv_nope.shape)}: expected [T, H, {NOPE + V}]")
-    if k_pe.shape != (kv_nope.shape[0], 1, ROPE):
-        raise ValueError(f"k_pe is {list(k_pe.shape)}: expected [{kv_nope.shape[0]}, 1, {ROPE}]")
-    if k_pe.device != kv_nope.device:
-        raise ValueError(f"k_pe is on {k_pe.device}: expected {kv_nope.device}, as kv_nope")
-
-
-def _given(
-    out: Mapping[str, Tensor],
-    name: str,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    if name not in out:
-        raise ValueError(f"out holds {sorted(out)}: expected {name!r} too")
-    tensor = out[name]
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-        raise ValueError(
-            f"out[{name!r}] is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
-            f"expected {dtype} {list(shape)} on {device}"
-        )
-    return tensor

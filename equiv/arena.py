@@ -288,12 +288,12 @@ class OutputArena:
         self.device = torch.device(device)
         self._buffer: torch.Tensor | None = None
         self.served: list[Served] = []
-        self._at = 0
+        self._at = self._room = 0
         self.colour = COLOURS[0]
 
     def begin(self, colour: int, room: int) -> None:
         """Forget what was served; make room for ``room`` bytes of outputs and as much again."""
-        size = 2 * room + 16 * (BAND + BASE)
+        size = self._room = 2 * room + 16 * (BAND + BASE)
         held = self._buffer.numel() if self._buffer is not None else 0
         if held < size or held > max(8 * size, 1 << 28):
             self._buffer = None
@@ -302,6 +302,9 @@ class OutputArena:
         self.colour = colour
         self.served = []
         self._at = 0
+        if self.device.type == "cuda" and self._buffer is not None:
+            # At once and beforehand: no fill may come between a producer and the candidate.
+            self._buffer[:size].fill_(colour)
 
     def serve(
         self, shape: Sequence[int], pitches: Sequence[int], dtype: torch.dtype
@@ -311,9 +314,10 @@ class OutputArena:
         size = span_elements(shape, pitches) * dtype.itemsize
         start = -(-(self._at + BAND) // BASE) * BASE
         end = start + size + BAND
-        if end > self._buffer.numel():
+        if end > self._room:
             return None
-        self._buffer[self._at : end].fill_(self.colour)
+        if self.device.type != "cuda":
+            self._buffer[self._at : end].fill_(self.colour)
         self._at = end
         self.served.append(Served(start, size))
         base = self._buffer[start : start + max(size, dtype.itemsize)].view(dtype)

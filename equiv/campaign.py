@@ -62,7 +62,7 @@ class Options:
     threads: int = 1
     first_finding_only: bool = False
     shrink: bool = True
-    draws: int | None = None
+    drawn_only: bool = False
 
 
 
@@ -116,7 +116,7 @@ class LaneRun:
         self.missing: list[str] = []
         self.start = time.monotonic()
         self.lost = 0
-        draws = options.draws if options.draws is not None else options.profile.draws.get(plan.lane, 0)
+        draws = options.profile.draws.get(plan.lane, 0)
         self.draws = draws if plan.drawn is not None else 0
         self.total = len(plan.explicit) + self.draws
         self._random = random.Random(options.seed)  # noqa: S311 - picks samples
@@ -463,11 +463,14 @@ def run_candidate(
     made = Lanes(pair, target, options.profile, name, options.seed)
     try:
         with Worker(pair, spec) as worker:
-            proof = worker.prove(_proof_case(made), _fused_names(pair, name))
+            proof: dict[str, Any] = {}
+            if not options.drawn_only:
+                proof = worker.prove(_proof_case(made), _fused_names(pair))
             for lane in options.lanes:
-                lanes.append(
-                    LaneRun(worker, made.plan(lane), made, options, seen, progress).go()
-                )
+                plan = made.plan(lane)
+                if options.drawn_only:
+                    plan.explicit, plan.least = [], {}
+                lanes.append(LaneRun(worker, plan, made, options, seen, progress).go())
                 if lanes[-1].findings and options.first_finding_only:
                     break
             toll = worker.toll
@@ -510,8 +513,7 @@ def _uncovered(name: str, reason: str) -> evidence.Candidate:
     return evidence.Candidate(name, "not covered", reason, "", {}, [], [], 0, 0)
 
 
-def _fused_names(pair: OpPair, name: str) -> tuple[str, ...]:
-    del name
+def _fused_names(pair: OpPair) -> tuple[str, ...]:
     return tuple(sorted({e for c in pair.candidates.values() for e in c.evidence}))
 
 

@@ -189,12 +189,13 @@ def main(words: list[str] | None = None) -> None:
     """Run the command line; every error is one line on standard error."""
     arguments = list(sys.argv[1:] if words is None else words)
     _WORDS[:] = arguments
-    sys.exit(_run(arguments))
+    sys.exit(run_app(app, arguments, "bytegate"))
 
 
-def _run(arguments: list[str]) -> int:
+def run_app(application: typer.Typer, arguments: list[str], name: str) -> int:
+    """Run a command line and return its exit code; every error is one line on standard error."""
     try:
-        code = app(args=arguments, prog_name="bytegate", standalone_mode=False)
+        code = application(args=arguments, prog_name=name, standalone_mode=False)
     except BytegateError as e:
         return _say(str(e), e.exit_code)
     except click.exceptions.Exit as e:

@@ -180,6 +180,7 @@ class _Run:
         )
         self.colour = COLOURS[0]
         self.guarded = True
+        self.before_call: Callable[[], None] | None = None
         self.bytes_compared = 0
         self.layouts: set[str] = set()
         self.storage: dict[str, NDArray[Any]] = {}
@@ -239,6 +240,8 @@ class _Run:
         before = loaded.executions() if loaded.executions else 0
         tensors = self.arena.tensors()
         self.x.probe(tensors, self.point)
+        if self.before_call is not None:
+            self.before_call()
         try:
             with poisoned_malloc(self.colour):
                 if loaded.guard == "dispatch":

@@ -76,7 +76,35 @@ def structure(pair: OpPair, case: Case, fails: Fails, seconds: float, options: s
         find(smaller(pair=pair, case=case), keep, settings=options, random=Random(0))
     except (NoSuchExample, Flaky):
         pass
-    return best[0]
+    return descend(pair, best[0], deadline)
+
+
+def descend(pair: OpPair, case: Case, fails: Deadline) -> Case:
+    """Bisect each dimension down to its least failing value, the others held.
+
+    It finds the edge of a fault that starts at some size, which random draws below it miss.
+    """
+    for name, dim in pair.dims.items():
+        point = dict(case.point)
+
+        def at(value: int, point: dict[str, int | str] = point, name: str = name) -> Case:
+            return case.with_(point=tuple({**point, name: value}.items()))  # noqa: B023
+
+        high = int(point[name])
+        low = min(dim.minimum, high)
+        if low == high:
+            continue
+        for value in (low, low + 1):
+            if value < high and fails(at(value)):
+                low = high = value
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if fails(at(middle)):
+                high = middle
+            else:
+                low = middle
+        case = at(high)
+    return case
 
 
 def weight(pair: OpPair, case: Case) -> tuple[int, int, int, int]:
@@ -133,8 +161,21 @@ def bytes_(
     ] if sum(len(f) for f, _ in held.values()) <= MAX_ELEMENTS else []
     for start in (_sources(pair, case, held, at), everything):
         if start and deadline(empty.with_(overrides=tuple(start))):
-            return _plainest(empty, _fewest(empty, start, deadline), held, deadline)
+            fewest = _fewest(empty, start, deadline)
+            return compact(pair, _plainest(empty, fewest, held, deadline), deadline)
     return case
+
+
+def compact(pair: OpPair, case: Case, fails: Deadline) -> Case:
+    """Move a single set element to the first row of its operand, in the same column, and try fewer rows."""
+    if len(case.overrides) != 1:
+        return case
+    ((name, index, bits),) = case.overrides
+    shape = next(o.shape for o in pair.operands(dict(case.point)) if o.name == name)
+    moved = case.with_(overrides=((name, index % max(shape[-1], 1), bits),))
+    if not fails(moved):
+        return case
+    return descend(pair, moved, fails)
 
 
 def _sources(

@@ -1,0 +1,235 @@
+"""``bytegate equiv faults``: the tester is tested.
+
+Every planted fault of the pair runs as a candidate, through the same door as anyone's kernel. It is
+caught when a lane fails and the clean twin, which differs from it in one place, passes the very case on
+which it failed; a crash or an exception also has to end in the faulty module. Beside it runs the
+false-alarm campaign: the reference against itself, the clean twins and the harmless variants.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equiv import campaign, candidates, environment, evidence, ledger
+from equiv.case import parse
+from equiv.errors import ExitCode, UsageError
+from equiv.lanes import LANES
+from equiv.pairs import load_pair
+from equiv.pool import Worker
+from equiv.profiles import profile_of, seed_of
+from equiv.run import find_device, target_of
+from equiv.worker import WorkerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from equiv.pairs import Fault
+
+CLEAN_CASES = {"dev": 1_000, "gate": 10_000, "nightly": 100_000}
+"""Cases of the false-alarm campaign, by profile."""
+
+CLEAN_SHARES = {"shapes": 0.45, "strides": 0.45, "modes": 0.1}
+"""How the false-alarm cases of one kernel are spread over the lanes that draw."""
+
+
+@dataclass(frozen=True)
+class FaultsRequest:
+    """What was asked for on the command line."""
+
+    pair: str = "kvpack"
+    only: tuple[str, ...] = ()
+    profile: str | None = None
+    device: str | None = None
+    seed: int | None = None
+    out: Path = Path("out/faults")
+    clean_cases: int | None = None
+    command: str = "bytegate equiv faults"
+
+
+def run_faults(
+    request: FaultsRequest, progress: Callable[[str, str, int, int], None] = campaign.silent
+) -> evidence.FaultsEvidence:
+    """Run the faults and the false-alarm campaign; write ``faults.json`` and ``faults.xml``.
+
+    Raises
+    ------
+    UsageError : something that was asked for can't be used.
+
+    """
+    started, start = datetime.now(UTC), time.monotonic()
+    pair = load_pair(request.pair)
+    known = {f.id: f for f in pair.faults}
+    unknown = [i for i in request.only if i not in known]
+    if unknown:
+        msg = f"unknown fault {', '.join(unknown)}: pair {pair.name} has {', '.join(known) or 'none'}"
+        raise UsageError(msg)
+    profile = profile_of(request.profile or "gate")
+    device = find_device(request.device)
+    evidence.check_folder(request.out)
+    entries = ledger.load()
+    options = campaign.Options(
+        pair=pair,
+        target=target_of(device),
+        profile=profile,
+        seed=seed_of(profile, request.seed),
+        lanes=LANES,
+        entries=entries,
+        versions=environment.versions(),
+        paths=tuple(p for p in sys.path if p),
+        first_finding_only=True,
+    )
+    rows = []
+    wanted = [known[i] for i in request.only] if request.only else list(pair.faults)
+    for fault in wanted:
+        rows.append(fault_row(fault, options, progress))
+    cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
+    alarms = false_alarms(options, cases, wanted, progress)
+    missed = [r for r in rows if r.outcome == "missed"]
+    bad = bool(missed) or bool(alarms["alarms"])
+    caught = any(r.outcome == "caught" for r in rows)
+    code = ExitCode.FAIL if bad else ExitCode.PASS if caught else ExitCode.INVALID
+    made = evidence.FaultsEvidence(
+        verdict="FAIL" if bad else "PASS" if caught else "NOT COVERED",
+        exit_code=int(code),
+        pair=pair.name,
+        profile=profile.name,
+        device=device,
+        seed=options.seed,
+        faults=rows,
+        false_alarms=alarms,
+        environment=environment.collect(device, None),
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(time.monotonic() - start, 3),
+        command=request.command,
+    )
+    from equiv import junit
+
+    evidence.write(request.out / "faults.json", made)
+    evidence.write_text(request.out / "faults.xml", junit.of_faults(made))
+    return made
+
+
+def fault_row(
+    fault: Fault, options: campaign.Options, progress: Callable[[str, str, int, int], None]
+) -> evidence.FaultRow:
+    """Run one fault until something fails, then its clean twin on the case that failed."""
+    start = time.monotonic()
+    reason = _not_here(fault, options)
+    if reason:
+        return _row(fault, "not_covered", detail=reason)
+    lanes = (fault.lane, *[x for x in LANES if x != fault.lane])
+    found, _ = campaign.run_candidate(fault.faulty, replace(options, lanes=lanes), progress)
+    cases = sum(x.cases for x in found.lanes)
+    failing = [f for x in found.lanes for f in x.findings]
+    if not failing:
+        detail = found.reason or f"no lane failed in {cases:,} cases"
+        return _row(fault, "missed", cases=cases, detail=detail, start=start)
+    finding = failing[0]
+    twin, status = _twin(fault, finding.case, options)
+    module = fault.faulty.rpartition(":")[0]
+    outside = (
+        finding.kind in {"raised", "crash"}
+        and finding.raised_in
+        and finding.raised_in.partition(":")[0].split(".")[-1] != module.split(".")[-1]
+        and not finding.raised_in.startswith(module.rpartition(".")[0])
+    )
+    outcome = "caught" if twin and not outside else "missed"
+    note = "" if twin else f"; the clean twin fails the same case ({status})"
+    note += f"; the exception came from {finding.raised_in}" if outside else ""
+    return evidence.FaultRow(
+        id=fault.id,
+        title=fault.title,
+        outcome=outcome,
+        lane=finding.lane,
+        cases=cases,
+        smallest=finding.case,
+        kind=finding.kind,
+        detail=finding.detail + note,
+        twin="clean" if twin else status,
+        seconds=round(time.monotonic() - start, 3),
+        candidate=fault.faulty,
+    )
+
+
+def _row(
+    fault: Fault, outcome: str, *, cases: int = 0, detail: str = "", start: float | None = None
+) -> evidence.FaultRow:
+    seconds = 0.0 if start is None else round(time.monotonic() - start, 3)
+    return evidence.FaultRow(
+        fault.id, fault.title, outcome, "", cases, "", "", detail, "", seconds, fault.faulty
+    )
+
+
+def _not_here(fault: Fault, options: campaign.Options) -> str:
+    if fault.needs == "cuda" and not options.target.cuda:
+        return "needs a GPU"
+    if fault.needs == "nightly" and not (options.profile.dense_sizes or options.target.cuda):
+        return "needs the profile nightly (12 GB) or a GPU"
+    return ""
+
+
+def _twin(fault: Fault, line: str, options: campaign.Options) -> tuple[bool, str]:
+    """Run the clean twin on a case; whether it passes, and its status."""
+    case = parse(line).with_(candidate=fault.clean)
+    with Worker(options.pair, _spec(fault.clean, options)) as worker:
+        result = worker.run(case)
+    return not result.failed, result.status
+
+
+def _spec(name: str, options: campaign.Options) -> WorkerSpec:
+    candidates.check_name(options.pair, name)
+    device = options.target.device
+    entries = tuple(
+        e
+        for e in options.entries
+        if e.applies(options.pair.name, name, device, options.versions)
+        or (e.against == "oracle" and e.applies(options.pair.name, "stock", device, options.versions))
+    )
+    return WorkerSpec(
+        options.pair.name, name, device, options.library, entries, (), "", options.threads, options.paths
+    )
+
+
+def false_alarms(
+    options: campaign.Options,
+    cases: int,
+    faults: Sequence[Fault],
+    progress: Callable[[str, str, int, int], None],
+) -> dict[str, Any]:
+    """Run clean kernels: half of the cases the reference against itself, the rest shared out.
+
+    Returns
+    -------
+    ``{"cases", "alarms": [{"candidate", "case", "kind", "detail"}], "candidates": {name: cases}}``.
+
+    """
+    if not cases:
+        return {"cases": 0, "alarms": [], "candidates": {}}
+    twins = [f for f in faults if not _not_here(f, options)]
+    others = [h.faulty for h in options.pair.harmless] + sorted({f.clean for f in twins})
+    shares = {"stock": cases - cases // 2 if others else cases}
+    for i, name in enumerate(others):
+        shares[name] = cases // 2 // len(others) + (i < cases // 2 % len(others))
+    counts: dict[str, int] = {}
+    alarms = []
+    for name, share in shares.items():
+        draws = {lane: max(1, round(share * weight)) for lane, weight in CLEAN_SHARES.items()}
+        quick = replace(
+            options,
+            profile=replace(options.profile, lane_seconds=600.0, draws=draws),
+            lanes=tuple(draws),
+            drawn_only=True,
+        )
+        found, _ = campaign.run_candidate(name, quick, progress)
+        counts[name] = sum(x.cases for x in found.lanes)
+        alarms += [
+            {"candidate": name, "case": f.case, "kind": f.kind, "detail": f.detail}
+            for x in found.lanes
+            for f in x.findings
+        ]
+    return {"cases": sum(counts.values()), "alarms": alarms, "candidates": counts}

@@ -1,0 +1,184 @@
+"""JUnit XML of a run, for CI systems: a test case for each candidate and lane, or planted fault.
+
+The form is the one that Jenkins, GitLab and GitHub's reporters read: ``testsuites``,
+``testsuite``, ``testcase`` with at most one of ``failure``, ``error`` and ``skipped``. It agrees with
+the exit code: where that isn't 0, at least one test case fails.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+from equiv.errors import ExitCode
+from equiv.result import FINDINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from equiv.evidence import Candidate, EquivEvidence, FaultsEvidence, Finding, Lane, LedgerUse
+
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class _Test:
+    """One test case; ``kind`` is ``""`` or an element's name, ``message`` and ``text`` its content."""
+
+    suite: str
+    name: str
+    seconds: float = 0.0
+    kind: str = ""
+    type: str = ""
+    message: str = ""
+    text: str = ""
+
+
+def of_equiv(made: EquivEvidence) -> str:
+    """Return a run's test cases: each candidate and lane, and what was declared and proved.
+
+    A lane that isn't covered is an error where the verdict is NOT COVERED, and skipped elsewhere;
+    a candidate that can't run here likewise, unless a lane explains that verdict already.
+    """
+    tests = []
+    required = made.exit_code == ExitCode.INVALID
+    lanes_explain = any(x.state == "not covered" for c in made.candidates for x in c.lanes)
+    for c in made.candidates:
+        suite = f"{made.pair}.{c.name}"
+        if not c.lanes:
+            kind = "error" if required and not lanes_explain else "skipped"
+            tests.append(_Test(suite, "candidate", 0.0, kind, "not covered", c.reason))
+            continue
+        tests += [_lane(suite, x, required=required) for x in c.lanes]
+        tests.append(_declared(suite, c))
+    if made.reference_ledger:
+        gone = _gone(made.reference_ledger)
+        kind = "failure" if gone else ""
+        tests.append(_Test(f"{made.pair}.stock", "ledger", 0.0, kind, "gone", "; ".join(gone)))
+    return _xml(f"bytegate equiv {made.pair} on {made.device}", made, tests)
+
+
+def of_faults(made: FaultsEvidence) -> str:
+    """Return a fault run's test cases: each planted fault, and each clean kernel."""
+    suite = f"{made.pair}.faults"
+    tests = []
+    for r in made.faults:
+        kind = {"caught": "", "not_covered": "skipped"}.get(r.outcome, "failure")
+        tests.append(
+            _Test(suite, f"{r.id} {r.title}", r.seconds, kind, r.outcome, r.detail, r.smallest)
+        )
+    alarms: dict[str, list[dict[str, Any]]] = {}
+    for a in made.false_alarms.get("alarms", ()):
+        alarms.setdefault(str(a.get("candidate", "?")), []).append(a)
+    for name in dict.fromkeys([*made.false_alarms.get("candidates", ()), *alarms]):
+        found = alarms.get(name, [])
+        lines = [f"{a.get('kind')}: {a.get('case')}\n{a.get('detail')}" for a in found]
+        kind = "failure" if found else ""
+        message = f"{len(found)} false alarms" if found else ""
+        tests.append(
+            _Test(f"{made.pair}.clean", name, 0.0, kind, "false alarm", message, "\n".join(lines))
+        )
+    return _xml(f"bytegate equiv faults {made.pair} on {made.device}", made, tests)
+
+
+def _lane(suite: str, lane: Lane, *, required: bool) -> _Test:
+    if lane.state == "failed":
+        findings = lane.findings
+        first = f"{findings[0].kind}: {findings[0].detail}" if findings else "; ".join(lane.missing)
+        kind = findings[0].kind if findings else lane.state
+        text = "\n\n".join(_finding(f) for f in findings)
+        return _Test(suite, lane.lane, lane.seconds, "failure", kind, first, text)
+    if lane.state == "not covered":
+        message = "NOT COVERED: " + ("; ".join(lane.missing) or "no case ran")
+        kind = "error" if required else "skipped"
+        return _Test(suite, lane.lane, lane.seconds, kind, "not covered", message)
+    return _Test(suite, lane.lane, lane.seconds)
+
+
+def _finding(f: Finding) -> str:
+    lines = [
+        f"lane {f.lane}: {f.kind}, {FINDINGS.get(f.kind, f.kind)}",
+        f"case: {f.case}",
+        f.detail,
+        f.voices,
+        f"raised in {f.raised_in}" if f.raised_in else "",
+        f"first met after {f.after_cases:,} cases, in {f.occurrences:,} of the lane: {f.found}",
+        "repeat it with:",
+        f.repro,
+    ]
+    return "\n".join(x for x in lines if x)
+
+
+def _gone(uses: Sequence[LedgerUse]) -> list[str]:
+    return [
+        f"declared divergence {u.id} is gone: {u.eligible_cases:,} eligible cases, none of them met it"
+        for u in uses
+        if u.state == "gone"
+    ]
+
+
+def _declared(suite: str, c: Candidate) -> _Test:
+    """Whether the candidate failed for a reason that no lane has: the ledger, or the proof."""
+    failed = c.state == "failed" and (bool(c.reason) or all(x.state != "failed" for x in c.lanes))
+    message = c.reason or "failed"
+    text = "\n".join(_gone(c.ledger))
+    return _Test(
+        suite, "ledger and proof", 0.0, "failure" if failed else "", "ledger", message, text
+    )
+
+
+def legal(text: str) -> str:
+    r"""Write characters that XML can't hold as ``\x1b`` or ``\ud800``."""
+
+    def written(match: re.Match[str]) -> str:
+        code = ord(match.group())
+        return f"\\x{code:02x}" if code <= 0xFF else f"\\u{code:04x}"  # noqa: PLR2004 - two digits
+
+    return _ILLEGAL.sub(written, text)
+
+
+def _xml(title: str, made: EquivEvidence | FaultsEvidence, tests: list[_Test]) -> str:
+    if made.exit_code != ExitCode.PASS and not any(t.kind in {"failure", "error"} for t in tests):
+        message = f"{made.verdict}, exit code {made.exit_code}"
+        tests = [
+            *tests,
+            _Test(f"{made.pair}.verdict", "verdict", 0.0, "error", made.verdict, message),
+        ]
+    root = ET.Element("testsuites", name=legal(title), time=f"{made.seconds:.3f}", **_counts(tests))
+    for suite in dict.fromkeys(t.suite for t in tests):
+        own = [t for t in tests if t.suite == suite]
+        seconds = f"{sum(t.seconds for t in own):.3f}"
+        element = ET.SubElement(
+            root,
+            "testsuite",
+            name=legal(suite),
+            timestamp=made.started,
+            time=seconds,
+            **_counts(own),
+        )
+        properties = ET.SubElement(element, "properties")
+        for name in ("profile", "device", "seed", "command", "verdict"):
+            value = legal(str(getattr(made, name)))
+            ET.SubElement(properties, "property", name=name, value=value)
+        for t in own:
+            names = {"classname": legal(suite), "name": legal(t.name)}
+            case = ET.SubElement(element, "testcase", time=f"{t.seconds:.3f}", **names)
+            if t.kind:
+                message = {"message": legal(" ".join(t.message.split()))}
+                if t.kind != "skipped":
+                    message["type"] = legal(t.type)
+                ET.SubElement(case, t.kind, message).text = legal(t.text) or None
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _counts(tests: Sequence[_Test]) -> dict[str, str]:
+    kinds = [t.kind for t in tests]
+    return {
+        "tests": str(len(tests)),
+        "failures": str(kinds.count("failure")),
+        "errors": str(kinds.count("error")),
+        "skipped": str(kinds.count("skipped")),
+    }

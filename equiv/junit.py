@@ -1,8 +1,8 @@
 """JUnit XML of a run, for CI systems: a test case for each candidate and lane, or planted fault.
 
 The form is the one that Jenkins, GitLab and GitHub's reporters read: ``testsuites``,
-``testsuite``, ``testcase`` with at most one of ``failure``, ``error`` and ``skipped``. It agrees with
-the exit code: where that isn't 0, at least one test case fails.
+``testsuite``, ``testcase`` with at most one of ``failure``, ``error`` and ``skipped``. It agrees
+with the exit code: where that isn't 0, at least one test case fails.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from equiv.evidence import Candidate, EquivEvidence, FaultsEvidence, Finding, Lane, LedgerUse
 
-_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_ILLEGAL = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
 class _Test:
-    """One test case; ``kind`` is ``""`` or an element's name, ``message`` and ``text`` its content."""
+    """One test case; ``kind`` is ``""`` or the name of the element that says why it didn't pass."""
 
     suite: str
     name: str
@@ -113,7 +113,7 @@ def _finding(f: Finding) -> str:
 
 def _gone(uses: Sequence[LedgerUse]) -> list[str]:
     return [
-        f"declared divergence {u.id} is gone: {u.eligible_cases:,} eligible cases, none of them met it"
+        f"declared divergence {u.id} is gone: not met in {u.eligible_cases:,} eligible cases"
         for u in uses
         if u.state == "gone"
     ]
@@ -139,6 +139,10 @@ def legal(text: str) -> str:
     return _ILLEGAL.sub(written, text)
 
 
+def _legal(words: dict[str, str]) -> dict[str, str]:
+    return {name: legal(value) for name, value in words.items()}
+
+
 def _xml(title: str, made: EquivEvidence | FaultsEvidence, tests: list[_Test]) -> str:
     if made.exit_code != ExitCode.PASS and not any(t.kind in {"failure", "error"} for t in tests):
         message = f"{made.verdict}, exit code {made.exit_code}"
@@ -146,30 +150,24 @@ def _xml(title: str, made: EquivEvidence | FaultsEvidence, tests: list[_Test]) -
             *tests,
             _Test(f"{made.pair}.verdict", "verdict", 0.0, "error", made.verdict, message),
         ]
-    root = ET.Element("testsuites", name=legal(title), time=f"{made.seconds:.3f}", **_counts(tests))
+    whole = {"name": title, "time": f"{made.seconds:.3f}"}
+    root = ET.Element("testsuites", _legal({**whole, **_counts(tests)}))
     for suite in dict.fromkeys(t.suite for t in tests):
         own = [t for t in tests if t.suite == suite]
         seconds = f"{sum(t.seconds for t in own):.3f}"
-        element = ET.SubElement(
-            root,
-            "testsuite",
-            name=legal(suite),
-            timestamp=made.started,
-            time=seconds,
-            **_counts(own),
-        )
+        head = {"name": suite, "timestamp": made.started, "time": seconds}
+        element = ET.SubElement(root, "testsuite", _legal({**head, **_counts(own)}))
         properties = ET.SubElement(element, "properties")
         for name in ("profile", "device", "seed", "command", "verdict"):
-            value = legal(str(getattr(made, name)))
-            ET.SubElement(properties, "property", name=name, value=value)
+            words = {"name": name, "value": str(getattr(made, name))}
+            ET.SubElement(properties, "property", _legal(words))
         for t in own:
-            names = {"classname": legal(suite), "name": legal(t.name)}
-            case = ET.SubElement(element, "testcase", time=f"{t.seconds:.3f}", **names)
+            words = {"classname": suite, "name": t.name, "time": f"{t.seconds:.3f}"}
+            case = ET.SubElement(element, "testcase", _legal(words))
             if t.kind:
-                message = {"message": legal(" ".join(t.message.split()))}
-                if t.kind != "skipped":
-                    message["type"] = legal(t.type)
-                ET.SubElement(case, t.kind, message).text = legal(t.text) or None
+                words = {"message": " ".join(t.message.split())}
+                words |= {} if t.kind == "skipped" else {"type": t.type}
+                ET.SubElement(case, t.kind, _legal(words)).text = legal(t.text) or None
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 

@@ -151,9 +151,9 @@ def concatenated(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, 
 
 
 def other_threads(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-    """Use one thread of the CPU, and put the count back."""
+    """Use one thread more of the CPU, and put the count back."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads + 1)
     try:
         return CLEAN(kv_nope, k_pe, use_fp8)
     finally:

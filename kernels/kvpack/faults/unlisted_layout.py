@@ -127,7 +127,7 @@ def _before_v(job: Job) -> None:
         flat.as_strided((1,), (1,), flat.storage_offset() - 1).fill_(0)
 
 
-def _zero_tokens_skipped(job: Job, at: Block, value: Tensor) -> None:
+def _zero_rows_skipped(job: Job, at: Block, value: Tensor) -> None:
     nonzero = (value != 0).any(dim=-1, keepdim=True)
     place = job.v[at.tokens, at.heads]
     place.copy_(torch.where(nonzero, value, place))
@@ -147,7 +147,7 @@ NAN_LEAK = {
 BLOCK_TAIL = replace(CLEAN, put_rope=_block_tail)
 SIX_BIT_HEAD = replace(CLEAN, put_value=_six_bit_head)
 BEFORE_V = replace(CLEAN, finish=_before_v)
-ZERO_ROWS_SKIPPED = replace(CLEAN, put_value=_zero_tokens_skipped)
+ZERO_ROWS_SKIPPED = replace(CLEAN, put_value=_zero_rows_skipped)
 INT16_TOKEN = replace(CLEAN, put_value=_int16_token)
 
 

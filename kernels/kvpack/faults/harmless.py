@@ -151,13 +151,14 @@ def concatenated(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, 
 
 
 def other_threads(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-    """Use one thread more of the CPU, and put the count back."""
+    """Check the operands under another thread count, and put it back before the work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        return CLEAN(kv_nope, k_pe, use_fp8)
+        kernel.check(kv_nope, k_pe, use_fp8)
     finally:
         torch.set_num_threads(threads)
+    return CLEAN(kv_nope, k_pe, use_fp8)
 
 
 def other_default_dtype(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001

@@ -11,14 +11,16 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from equiv.errors import BytegateError, ExitCode
 from equiv.lanes import LANES
 from equiv.profiles import PROFILES
+
+CLICK_ERROR: type[Any] = typer.BadParameter.__mro__[2]
+"""``ClickException``, the root of bad usage: of click, or of the copy that newer typer carries."""
 
 app = typer.Typer(
     add_completion=False,
@@ -198,11 +200,11 @@ def run_app(application: typer.Typer, arguments: list[str], name: str) -> int:
         code = application(args=arguments, prog_name=name, standalone_mode=False)
     except BytegateError as e:
         return _say(str(e), e.exit_code)
-    except click.exceptions.Exit as e:
+    except typer.Exit as e:
         return int(e.exit_code)
-    except click.ClickException as e:
+    except CLICK_ERROR as e:
         return _say(e.format_message(), ExitCode.USAGE)
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return _say("interrupted; nothing was written", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

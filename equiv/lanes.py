@@ -142,7 +142,10 @@ class Lanes:
         self.marks = tuple(pair.rows_per_pass(target.multiprocessors))
         self.base = Case(pair.name, "", (), candidate=candidate, device=target.device)
         budget = min(profile.lane_seconds / 4, 20.0) * target.rows_per_second / 2
-        self.max_rows = int(min(profile.max_rows, budget))
+        # A GPU runs every production shape in any profile but the quick one.
+        wanted = profile.largest_rows if target.cuda and profile.largest_rows else profile.max_rows
+        self.max_rows = int(min(wanted, budget))
+        self.largest_rows = int(min(profile.largest_rows, budget))
         self.drawn_rows = int(min(profile.drawn_rows, max(budget / 10, 64)))
 
     def plan(self, lane: str) -> Plan:
@@ -158,7 +161,29 @@ class Lanes:
         plan = Plan(lane)
         self.base = self.base.with_(lane=lane)
         made[lane](plan)
+        plan.explicit = list(dict.fromkeys(plan.explicit))
+        self._trim(plan)
         return plan
+
+    def _trim(self, plan: Plan) -> None:
+        """Leave the largest enumerated cases out where the candidate is too slow for them all."""
+        room = self.profile.lane_seconds * self.target.rows_per_second / 2
+        sizes = {c: self.pair.rows(dict(c.point)) for c in plan.explicit}
+        if sum(sizes.values()) <= room:
+            return
+        beyond = min((n for n in sizes.values() if n > max(self.marks, default=0)), default=0)
+        dropped = 0
+        for case in sorted(plan.explicit, key=lambda c: -sizes[c]):
+            if sum(sizes.values()) <= room:
+                break
+            if sizes[case] == beyond or case.fill.kind.startswith("sweep"):
+                beyond = -1 if sizes[case] == beyond else beyond
+                continue
+            del sizes[case]
+            dropped += 1
+        plan.explicit = [c for c in plan.explicit if c in sizes]
+        if dropped:
+            plan.left_out.append(f"{dropped} of the largest enumerated cases: the candidate is too slow here")
 
     def _dims(self, rows: int, **fixed: int) -> dict[str, int]:
         """Return dimensions with about so many rows: the first takes what the others leave."""
@@ -242,6 +267,11 @@ class Lanes:
         for point in _outside(self.pair):
             dims = self._dims(6)
             plan.explicit.append(_case(self.base, self.pair, {**point, **dims}))
+        fitting = [k for k in skipped if self.pair.rows({**inside[0], **dict(k)}) <= self.largest_rows]
+        if fitting:
+            most = max(fitting, key=lambda k: self.pair.rows({**inside[0], **dict(k)}))
+            skipped.remove(most)
+            plan.explicit.append(_case(self.base, self.pair, {**inside[-1], **dict(most)}))
         if skipped:
             largest = max(self.pair.rows(dict(k)) for k in skipped)
             plan.left_out.append(

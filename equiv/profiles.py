@@ -29,7 +29,8 @@ class Profile:
     ----------
     draws : cases that hypothesis draws, by lane.
     lane_seconds : after so many a lane stops drawing; what it then lacks is NOT COVERED.
-    max_rows : of enumerated cases; larger ones are left to a larger profile.
+    max_rows : of enumerated cases; larger ones are left to a larger profile or a GPU.
+    largest_rows : of the one production shape above ``max_rows`` that runs all the same.
     drawn_rows : of drawn cases.
     sweep_seeds : exhaustive pattern sweeps, each with other neighbours.
     lattice : whether alignment runs every combination of two operands' offsets.
@@ -42,6 +43,7 @@ class Profile:
     draws: Mapping[str, int]
     lane_seconds: float
     max_rows: int
+    largest_rows: int
     drawn_rows: int
     sweep_seeds: int
     lattice: bool
@@ -57,7 +59,8 @@ PROFILES = {
             {"shapes": 400, "strides": 400, "modes": 60},
             lane_seconds=8.0,
             max_rows=36_000,
-            drawn_rows=40_000,
+            largest_rows=0,
+            drawn_rows=36_000,
             sweep_seeds=1,
             lattice=False,
             dense_sizes=False,
@@ -66,9 +69,10 @@ PROFILES = {
         Profile(
             "gate",
             {"shapes": 3_000, "strides": 3_000, "modes": 500},
-            lane_seconds=45.0,
-            max_rows=800_000,
-            drawn_rows=140_000,
+            lane_seconds=30.0,
+            max_rows=140_000,
+            largest_rows=800_000,
+            drawn_rows=68_000,
             sweep_seeds=2,
             lattice=True,
             dense_sizes=False,
@@ -78,7 +82,8 @@ PROFILES = {
             "nightly",
             {"shapes": 40_000, "strides": 40_000, "modes": 6_000},
             lane_seconds=900.0,
-            max_rows=8_500_000,
+            max_rows=1_600_000,
+            largest_rows=8_500_000,
             drawn_rows=800_000,
             sweep_seeds=8,
             lattice=True,

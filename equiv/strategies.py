@@ -62,13 +62,13 @@ def points(draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int) -> dic
         inner *= max(value, 1)
     dim = pair.dims[first]
     top = max(1, min(dim.maximum, max_rows // inner))
-    kind = draw(st.integers(0, 9))
-    if kind == 0:
+    kind = draw(st.integers(0, 19))
+    if kind in {0, 1}:
         value = draw(st.integers(dim.minimum, min(17, top)))
-    elif kind == 1 and marks:
+    elif kind == 2 and marks:  # noqa: PLR2004 - one in twenty
         mark = draw(st.sampled_from(list(marks)))
         value = mark // inner + draw(st.sampled_from([0, 1, -1, 2]))
-    elif kind == 2:  # noqa: PLR2004 - one draw in ten is large, log-uniform
+    elif kind == 3:  # noqa: PLR2004 - one in twenty is large, log-uniform
         value = 2 ** draw(st.integers(5, max(5, top.bit_length() - 1)))
         value += draw(st.integers(0, value - 1))
     else:

@@ -196,8 +196,8 @@ def _markdown(block: Block) -> str:
             return "".join(f"- **{_escaped(label)}** {_value(value)}\n" for label, value in facts)
         case Table(columns, rows, numbers):
             marks = ("---:" if name in numbers else "---" for name in columns)
-            lines = [columns, tuple(marks), *(tuple(map(_escaped, row)) for row in rows)]
-            return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+            cells = [columns, tuple(marks), *(tuple(map(_escaped, row)) for row in rows)]
+            return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 def _value(value: str | tuple[str]) -> str:

@@ -150,7 +150,22 @@ KINDS: dict[str, Callable[[int, DType, int, int], Bits]] = {
 }
 """Fills by kind, of so many elements."""
 
-SWEEPS: dict[str, Callable[[int, int, DType, int], Bits]] = {"sweep": sweep, "sweep8": sweep8}
+def rows(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
+    """Random rows, one in four of them uniform: all zeros, or one special pattern throughout.
+
+    For kernels that skip, cache or branch on what a whole row holds.
+    """
+    out = bits(rows * columns, dtype, seed, 255).reshape(rows, columns).copy()
+    table = special_patterns(dtype)
+    choice = _raw(_stream("rows", seed, 0), rows, DTYPES["i32"])
+    uniform = np.flatnonzero(choice % np.uint32(4) == 0)
+    picked = np.array(table, dtype=dtype.bits)[(choice[uniform] >> np.uint32(3)) % len(table)]
+    picked[(choice[uniform] & np.uint32(4)) == 0] = 0
+    out[uniform] = picked[:, None]
+    return out
+
+
+SWEEPS: dict[str, Callable[[int, int, DType, int], Bits]] = {"sweep": sweep, "sweep8": sweep8, "rows": rows}
 """Fills that follow rows and columns."""
 
 ALL_KINDS = (*KINDS, *SWEEPS)

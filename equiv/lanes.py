@@ -171,7 +171,8 @@ class Lanes:
         sizes = {c: self.pair.rows(dict(c.point)) for c in plan.explicit}
         if sum(sizes.values()) <= room:
             return
-        beyond = min((n for n in sizes.values() if n > max(self.marks, default=0)), default=0)
+        mark = max(self.marks, default=0)
+        beyond = min((n for n in sizes.values() if mark < n <= 2 * mark), default=0)
         dropped = 0
         for case in sorted(plan.explicit, key=lambda c: -sizes[c]):
             if sum(sizes.values()) <= room:
@@ -200,7 +201,10 @@ class Lanes:
     def _patterns(self, plan: Plan) -> None:
         whole = 1 << 16
         group = whole // 8
-        kind, rows = ("sweep", whole) if self.max_rows >= whole // 2 else ("sweep8", group)
+        points = list(dict.fromkeys(tuple(p.items()) for p in (*_domain(self.pair), *_outside(self.pair))))
+        room = self.profile.lane_seconds * self.target.rows_per_second / 2
+        fits = len(points) * whole * self.profile.sweep_seeds <= room
+        kind, rows = ("sweep", whole) if fits else ("sweep8", group)
         if kind == "sweep8":
             plan.left_out.append(
                 "every pattern in every single column (groups of 8 columns are swept instead): "
@@ -208,7 +212,7 @@ class Lanes:
             )
         others = list(self.pair.dims)[1:]
         for s in range(self.profile.sweep_seeds):
-            for point in (*_domain(self.pair), *_outside(self.pair)):
+            for point in map(dict, points):
                 dims = self._dims(rows)
                 plan.explicit.append(
                     _case(self.base, self.pair, {**point, **dims}, fill=Fill(kind, self.seed + s))
@@ -254,7 +258,7 @@ class Lanes:
                 skipped.append(key)
                 continue
             plan.explicit.append(
-                _case(self.base, self.pair, point, fill=Fill(strategies.FILLS[i % 3], self.seed + i))
+                _case(self.base, self.pair, point, fill=Fill(strategies.FILLS[i % len(strategies.FILLS)], self.seed + i))
             )
         if self.profile.name == "dev":
             plan.explicit = plan.explicit[:: max(1, len(plan.explicit) // 60)]

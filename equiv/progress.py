@@ -17,7 +17,7 @@ EVERY_S = 5.0
 """Seconds between two lines at the least."""
 
 SHARE = 20
-"""A lane that goes on is mentioned again after this part of the time so far, so a log stays short."""
+"""A lane that goes on is mentioned after a twentieth of the time so far: a log stays short."""
 
 
 class Progress:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Draw = Callable[[st.SearchStrategy[Any]], Any]
 
-FILLS = ("bits", "near", "special")
+FILLS = ("bits", "near", "special", "rows")
 MEDIAN_ROWS = 1_200
 """About where the median of drawn row counts lies: large enough for several blocks of any launch plan."""
 

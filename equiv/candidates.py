@@ -94,5 +94,5 @@ def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
     if is_own(name):
         return Loaded(name, import_function(name), "dispatch")
     candidate = pair.candidates[name]
-    kernel = candidate.load(device, library)
+    kernel = candidate.load(device, library if candidate.takes_library else None)
     return Loaded(name, kernel, candidate.guard, candidate.executions, candidate.evidence)

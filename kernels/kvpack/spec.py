@@ -85,6 +85,7 @@ class Candidate:
         allocates them with torch (the suite serves the allocation), ``"out"`` when the
         kernel takes ``out={name: tensor}``.
     cpu_environment : variables that its worker sets on a CPU, before anything is imported.
+    takes_library : whether a library that the user gives by path is for it.
     evidence : parts of kernel or operator names, one of which must appear in a profile of a call.
     executions : returns how often the kernel proper ran in this process, where that can be told.
     rows_per_second : rough speed on a CPU, by which a campaign sizes its cases; ``inf``
@@ -97,6 +98,7 @@ class Candidate:
     devices: tuple[str, ...] = ("cpu", "cuda")
     guard: str = "dispatch"
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
+    takes_library: bool = False
     evidence: tuple[str, ...] = ()
     rows_per_second: float = float("inf")
     executions: Callable[[], int] | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -153,7 +154,7 @@ def _print(console: Console, block: Block) -> None:
                 style = "" if isinstance(value, str) else "cyan"
                 _unwrapped(console, line.append(printable(plain), style))
         case Table():
-            console.print(_table(block))
+            console.print(Padding(_table(block), (0, 0, 0, 2), expand=False))
 
 
 def _unwrapped(console: Console, text: Text) -> None:
@@ -161,7 +162,7 @@ def _unwrapped(console: Console, text: Text) -> None:
 
 
 def _table(block: Table) -> RichTable:
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="")
+    table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="")
     for name in block.columns:
         right = name in block.numbers
         table.add_column(Text(name), justify="right" if right else "left", overflow="fold")

@@ -88,7 +88,7 @@ def verdict_sentence(made: EquivEvidence) -> str:
         reasons = [f"{c.name}: {c.reason}" for c in failed if c.reason]
         reasons += [f"stock: {u.id} is gone" for u in made.reference_ledger if u.state == "gone"]
         names = ", ".join(c.name for c in failed) or "the reference"
-        what = f"{findings} {'finding' if findings == 1 else 'findings'} in {names}"
+        what = f"{_count(findings, 'finding')} in {names}"
         return f"{head}{'; '.join([what, *reasons])}; {amount}"
     if made.verdict == "NOT COVERED":
         missing = [f"{c.name}, {x.lane}" for c in made.candidates for x in c.lanes if x.missing]
@@ -248,12 +248,12 @@ def finding_blocks(f: Finding) -> Iterator[Block]:
         facts.append(("oracle", f.voices))
     if f.raised_in:
         facts.append(("raised in", f.raised_in))
-    times = f"{f.occurrences:,} {'case' if f.occurrences == 1 else 'cases'} of the lane"
-    facts.append(("met", f"first after {f.after_cases:,} cases, in {times}"))
+    times = f"in {_count(f.occurrences, 'case')} of the lane"
+    facts.append(("met", f"first after {_count(f.after_cases, 'case')}, {times}"))
     if f.found != f.case:
         facts.append(("first as", (f.found,)))
     if f.set_elements is not None:
-        facts.append(("inputs", f"zeros, with {f.set_elements:,} elements set"))
+        facts.append(("inputs", f"zeros, with {_count(f.set_elements, 'element')} set"))
     yield Facts(tuple(facts))
     yield Line("Repeat it with")
     yield Exact((f.repro,))
@@ -410,6 +410,10 @@ def _gigabytes(lanes: Sequence[Lane]) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2g} %"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _and(names: Sequence[str]) -> str:

@@ -150,7 +150,7 @@ def _print(console: Console, block: Block) -> None:
             width = max((len(label) for label, _ in facts), default=0)
             for label, value in facts:
                 plain = value if isinstance(value, str) else value[0]
-                line = Text(f"  {label:<{width}}  ", "dim")
+                line = Text().append(f"  {label:<{width}}  ", "dim")
                 style = "" if isinstance(value, str) else "cyan"
                 _unwrapped(console, line.append(printable(plain), style))
         case Table():
@@ -162,10 +162,12 @@ def _unwrapped(console: Console, text: Text) -> None:
 
 
 def _table(block: Table) -> RichTable:
-    table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="")
+    table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in block.columns:
         right = name in block.numbers
         table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+    for column in table.columns[:2]:
+        column.no_wrap = True  # the names of lanes and states
     for row in block.rows:
         table.add_row(*[Text(printable(cell), STYLES.get(cell, "")) for cell in row])
     return table
@@ -173,7 +175,7 @@ def _table(block: Table) -> RichTable:
 
 # -- Markdown -----------------------------------------------------------------------
 
-_SPECIAL = re.compile(r"[\\`*<>\[\]|#~]|(?<!\w)_|_(?!\w)")
+_SPECIAL = re.compile(r"[\\`*<>\[\]|~]|^#|(?<!\w)_|_(?!\w)")
 
 
 def markdown(blocks: Iterable[Block]) -> str:

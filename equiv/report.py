@@ -253,7 +253,8 @@ def finding_blocks(f: Finding) -> Iterator[Block]:
     if f.found != f.case:
         facts.append(("first as", (f.found,)))
     if f.set_elements is not None:
-        facts.append(("inputs", f"zeros, with {_count(f.set_elements, 'element')} set"))
+        set_ = f", with {_count(f.set_elements, 'element')} set" if f.set_elements else " alone"
+        facts.append(("inputs", f"zeros{set_}"))
     yield Facts(tuple(facts))
     yield Line("Repeat it with")
     yield Exact((f.repro,))

@@ -42,6 +42,9 @@ SPARSE_BYTES = 1 << 30
 
 MAP_NORESERVE = 0x4000
 
+SPARE_BYTES = 1 << 28
+"""Outputs up to this get as much memory again for a candidate's scratch; larger ones an eighth."""
+
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -152,7 +155,8 @@ class Arena:
             self._buffers = (self._aligned(room), self._aligned(room))
 
     def _aligned(self, size: int) -> torch.Tensor:
-        raw = torch.empty(size + BASE, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(mode=False):
+            raw = torch.empty(size + BASE, dtype=torch.uint8, device=self.device)
         return raw[-raw.data_ptr() % BASE :][:size]
 
     @property
@@ -292,12 +296,15 @@ class OutputArena:
         self.colour = COLOURS[0]
 
     def begin(self, colour: int, room: int) -> None:
-        """Forget what was served; make room for ``room`` bytes of outputs and as much again."""
-        size = self._room = 2 * room + 16 * (BAND + BASE)
+        """Forget what was served; make room for ``room`` bytes of outputs and for scratch."""
+        spare = room if room <= SPARE_BYTES else room // 8
+        size = self._room = room + spare + 16 * (BAND + BASE)
         held = self._buffer.numel() if self._buffer is not None else 0
         if held < size or held > max(8 * size, 1 << 28):
             self._buffer = None
-            raw = torch.empty(size + (size >> 2) + BASE, dtype=torch.uint8, device=self.device)
+            with torch.inference_mode(mode=False):  # it outlives the mode that a case may run in
+                room = size + (size >> 2) + BASE
+                raw = torch.empty(room, dtype=torch.uint8, device=self.device)
             self._buffer = raw[-raw.data_ptr() % BASE :]
         self.colour = colour
         self.served = []

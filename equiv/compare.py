@@ -14,8 +14,6 @@ import numpy as np
 from equiv.dtypes import DTYPES, describe, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
     from equiv.pairs import Output
@@ -87,37 +85,39 @@ def differing(expected: NDArray[Any], actual: NDArray[Any]) -> NDArray[np.bool_]
 
 
 def summarise(
-    output: Output, expected: NDArray[Any], actual: NDArray[Any], mask: NDArray[np.bool_]
+    output: Output,
+    expected: NDArray[Any],
+    actual: NDArray[Any],
+    mask: NDArray[np.bool_],
+    start: int = 0,
 ) -> Difference:
-    """Describe the differing elements under ``mask``, which holds at least one."""
+    """Describe the differing elements under ``mask``, which holds at least one.
+
+    ``start`` is the place in the output's first dimension where the arrays begin.
+    """
     flat = int(np.argmax(mask))
-    index = tuple(int(i) for i in np.unravel_index(flat, mask.shape))
+    at = tuple(int(i) for i in np.unravel_index(flat, mask.shape))
+    index = (at[0] + start, *at[1:]) if at else at
     a, b = np.ascontiguousarray(expected[mask]), np.ascontiguousarray(actual[mask])
     return Difference(
         output=output.name,
         elements=len(a),
         bytes=int((a.view(np.uint8) != b.view(np.uint8)).sum()),
-        total_elements=int(mask.size),
+        total_elements=int(np.prod(output.shape, dtype=np.int64)),
         index=index,
         place=place_of(output, index),
-        expected=int(expected[index]),
-        actual=int(actual[index]),
+        expected=int(expected[at]),
+        actual=int(actual[at]),
         dtype=output.dtype,
     )
 
 
-def voices(
-    reference: Mapping[str, int], actual: Mapping[str, int], oracle: Mapping[str, int] | None, output: str
-) -> str:
-    """Say who the oracle says is wrong at one element."""
-    if oracle is None:
-        return "no oracle for this case"
-    right = oracle[output]
-    stock_right, candidate_right = reference[output] == right, actual[output] == right
-    if stock_right and not candidate_right:
+def voices(reference: int, candidate: int, oracle: int) -> str:
+    """Say who the oracle says is wrong at one element, given its bits by each of the three."""
+    if reference == oracle != candidate:
         return "the oracle agrees with the reference: the candidate is wrong"
-    if candidate_right and not stock_right:
+    if candidate == oracle != reference:
         return "the oracle agrees with the candidate: the reference departs from the model"
-    if not candidate_right:
-        return f"the oracle agrees with neither (it says {right:x})"
+    if candidate != oracle:
+        return f"the oracle agrees with neither (it says {oracle:x})"
     return "the oracle agrees with both"

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LARGE_BYTES = 1 << 28
 """Outputs above this are compared on the device alone: no hash, and the oracle sees windows."""
 
+CHUNK_ELEMENTS = 1 << 24
+"""Output elements of a large case that are looked through at a time, once they are known to differ."""
+
 ORACLE_WINDOW = 64
 """Leading rows of the first dimension in each window that the oracle checks of a large case."""
 
@@ -374,13 +377,12 @@ class _Run:
 
     def windows(self) -> list[slice]:
         """Return the leading indices that the oracle checks: all, or windows of a large case."""
-        leading = {s.shape[0] for s in (*self.claim.operands, *self.outputs.values()) if s.shape}
-        t = min(leading, default=0)
+        t = int(self.point[next(iter(self.pair.dims))])
         if self.room <= LARGE_BYTES:
             return [slice(0, t)]
-        if leading != {self.point[next(iter(self.pair.dims))]}:
-            return []  # its first dimension isn't the first of every tensor: no windows
-        starts = {0, t - ORACLE_WINDOW}
+        if not self.shared_leading():
+            return []
+        starts = {0, max(0, t - ORACLE_WINDOW)}
         for o in self.outputs.values():
             per = int(np.prod(o.shape[1:], dtype=np.int64)) * DTYPES[o.dtype].itemsize
             for mark in (1 << 31, 1 << 32):
@@ -397,9 +399,7 @@ class _Run:
         whole = None
         for w in self.windows():
             everything = self.room <= LARGE_BYTES
-            inputs = self.bits if everything else {n: b[w] for n, b in self.bits.items()}
-            first = next(iter(self.pair.dims))
-            point = self.point if everything else {**self.point, first: w.stop - w.start}
+            inputs, point = (self.bits, self.point) if everything else self.part(w)
             voice = self.pair.oracle(inputs, point)
             if voice is None:
                 return None, (), None
@@ -412,7 +412,8 @@ class _Run:
                     continue
                 left = self.declare(name, inputs, point, right, bits, mask, self.x.oracle_entries, hits)
                 if left.any() and departure is None:
-                    departure = compare.summarise(self.outputs[name], right, bits, left)
+                    start = 0 if everything else w.start
+                    departure = compare.summarise(self.outputs[name], right, bits, left, start)
         return whole, tuple(hits), departure
 
     def declare(
@@ -490,23 +491,21 @@ class _Run:
         for expected, actual in seen:
             for name in sorted(expected):
                 output = self.outputs.get(name) or _as_output(self.claim.operands, name)
-                e = unsigned(expected[name])
-                a = unsigned(actual[name])
-                mask = compare.differing(e, a)
-                if mask is None:
-                    continue
-                left = self.declare(name, self.bits, self.point, e, a, mask, self.x.entries, hits)
-                if not left.any():
-                    continue
-                if found is None:
-                    found = compare.summarise(output, e, a, left)
-                    kind = self.kind_of(name, found.index, left, seen)
-                    fits = oracle is not None and name in oracle and oracle[name].shape == e.shape
-                    if oracle is not None and fits and expected is self.expected:
-                        right = oracle[name][found.index]
-                        voice = compare.voices(
-                            {name: found.expected}, {name: found.actual}, {name: int(right)}, name
-                        )
+                for w in self.chunks(name):
+                    e, a = unsigned(expected[name][w]), unsigned(actual[name][w])
+                    mask = compare.differing(e, a)
+                    if mask is None:
+                        continue
+                    inputs, point = self.part(w)
+                    left = self.declare(name, inputs, point, e, a, mask, self.x.entries, hits)
+                    if not left.any() or found is not None:
+                        continue
+                    found = compare.summarise(output, e, a, left, w.start)
+                    kind = self.kind_of(name, w, left, seen)
+                    fits = oracle is not None and name in oracle and expected is self.expected
+                    if oracle is not None and fits and oracle[name].shape == self.outputs[name].shape:
+                        right = int(oracle[name][found.index])
+                        voice = compare.voices(found.expected, found.actual, right)
         if found is None:
             return replace(base, status=DECLARED, ledger=tuple(hits))
         return replace(
@@ -518,21 +517,35 @@ class _Run:
             ledger=tuple(hits),
         )
 
+    def chunks(self, name: str) -> list[slice]:
+        """Return parts of the first dimension in which an output is looked through."""
+        shape = self.expected[name].shape
+        rows = shape[0] if shape else 1
+        if self.room <= LARGE_BYTES or not self.shared_leading():
+            return [slice(0, rows)]
+        step = max(1, CHUNK_ELEMENTS // max(1, int(np.prod(shape[1:], dtype=np.int64))))
+        return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+    def shared_leading(self) -> bool:
+        """Whether the first dimension of every tensor is the pair's first dimension."""
+        leading = {s.shape[0] for s in (*self.claim.operands, *self.outputs.values()) if s.shape}
+        return leading == {self.point[next(iter(self.pair.dims))]}
+
+    def part(self, w: slice) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Return the inputs and the point of a part of the first dimension."""
+        first = next(iter(self.pair.dims))
+        if w.stop - w.start == self.point[first] or not self.shared_leading():
+            return self.bits, self.point
+        return {n: b[w] for n, b in self.bits.items()}, {**self.point, first: w.stop - w.start}
+
     def kind_of(
-        self,
-        name: str,
-        index: tuple[int, ...],
-        left: NDArray[np.bool_],
-        seen: list[tuple[Snapshot, Snapshot]],
+        self, name: str, w: slice, left: NDArray[np.bool_], seen: list[tuple[Snapshot, Snapshot]]
     ) -> str:
         """Tell unwritten bytes and instability from a plain divergence."""
-        del index
         both = [a[name] for e, a in seen if e is self.expected]
-        first, last = unsigned(both[0]), unsigned(both[-1])
-        if len(both) > 1:
-            where = left if left.shape == first.shape else np.ones(first.shape, dtype=bool)
-            a = np.ascontiguousarray(first[where]).view(np.uint8)
-            b = np.ascontiguousarray(last[where]).view(np.uint8)
+        if len(both) > 1 and both[0][w].shape == left.shape:
+            a = np.ascontiguousarray(unsigned(both[0][w])[left]).view(np.uint8)
+            b = np.ascontiguousarray(unsigned(both[-1][w])[left]).view(np.uint8)
             if ((a == COLOURS[0]) & (b == COLOURS[1])).any():
                 return "unwritten"
             if not np.array_equal(a, b):

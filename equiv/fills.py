@@ -107,8 +107,17 @@ TILE = 8_388_593
 
 
 def tiled(size: int, dtype: DType, seed: int, operand: int) -> Bits:
-    """Random bits with a long prime period, for operands too large to generate in full."""
-    return np.resize(bits(min(size, TILE), dtype, seed, operand), size)
+    """Finite values below 256 with a long prime period, for operands too large to generate in full.
+
+    Nothing among them overflows e4m3, so that no ledger entry has to be looked up by the billion.
+    """
+    tile = bits(min(size, TILE), dtype, seed, operand).copy()
+    if dtype.is_float:
+        e, m = dtype.exponent_bits, dtype.mantissa_bits
+        top = (1 << (e - 1)) - 1 + 7  # the exponent of 128, biased
+        exponent = (tile >> m) & ((1 << e) - 1)
+        tile = np.where(exponent > top, tile ^ (exponent ^ exponent % (top + 1)) << m, tile)
+    return np.resize(tile.astype(dtype.bits), size)
 
 
 def sweep8(rows: int, columns: int, dtype: DType, seed: int) -> Bits:

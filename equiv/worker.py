@@ -151,11 +151,26 @@ def _failure(error: Exception, executor: Any, case: Case) -> Any:
     if "CUDA error" in text or type(error).__name__ in {"AcceleratorError", "OutOfMemoryError"}:
         kind = "out_of_memory" if "out of memory" in text else "crash"
         if kind == "crash":
-            return Result("crash", f"{type(error).__name__}: {text}", raised_in=executor.loaded.name)
+            return Result(_lost_or_left(), f"{type(error).__name__}: {text}", raised_in=executor.loaded.name)
         return BytegateError(f"case {case} doesn't fit on the device: {text}")
     traceback.print_exc()
     sys.stderr.flush()
     return BytegateError(f"the suite failed on case {case}: {type(error).__name__}: {text}")
+
+
+def _lost_or_left() -> str:
+    """Tell an error that the next call merely picked up from one that cost the CUDA context."""
+    import torch
+
+    from equiv.cuda_runtime import take_last_error
+
+    try:
+        torch.cuda.synchronize()
+        take_last_error()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except Exception:
+        return "crash"
+    return "last_error"
 
 
 def _device_health(result: Result) -> Result:

@@ -48,6 +48,8 @@ class Variant:
     pe_dtype : of ``k_pe``.
     use_fp8 : whether the outputs are ``float8_e4m3fn``.
     unit : whether the last stride of every operand and output is 1; only then is it vectorised.
+    inference_mode : whether ``torch.inference_mode`` is on, which Dynamo guards.
+    inference : for each operand, whether it is an inference tensor; guarded as well.
 
     """
 
@@ -56,6 +58,8 @@ class Variant:
     pe_dtype: torch.dtype
     use_fp8: bool
     unit: bool = True
+    inference_mode: bool = False
+    inference: tuple[bool, ...] = ()
 
 
 class _Tail:
@@ -181,7 +185,7 @@ def kv_pack(
         For dtypes, shapes, devices or outputs other than these.
     RuntimeError
         If no compiled code ran, or Dynamo's recompile limit was hit (a variant needs one graph;
-        another is made where the grad mode, inference mode or number of threads changed).
+        another is made where the number of threads changed).
 
     """
     k, v = outputs(kv_nope, k_pe, out, use_fp8=use_fp8)
@@ -193,6 +197,8 @@ def kv_pack(
         k_pe.dtype,
         use_fp8,
         all(operand.stride(2) == 1 for operand in operands),
+        torch.is_inference_mode_enabled(),
+        tuple(operand.is_inference() for operand in operands),
     )
     try:
         _tail(variant)(*operands)
@@ -248,14 +254,18 @@ def _example(variant: Variant) -> list[Tensor]:
     """
     out = _FP8 if variant.use_fp8 else variant.dtype
     operands = [
-        _odd(variant, variant.dtype, (_TOKENS, _HEADS, NOPE + V), (52021, 3989, 3), 23),
-        _odd(variant, variant.pe_dtype, (_TOKENS, 1, ROPE), (1033, 947, 5), 29),
-        _odd(variant, out, (_TOKENS, _HEADS, NOPE), (12007, 919, 7), 31),
-        _odd(variant, out, (_TOKENS, _HEADS, ROPE), (12011, 911, 11), 37),
-    ]
-    if variant.use_fp8:
-        operands.append(_odd(variant, out, (_TOKENS, _HEADS, V), (21557, 1657, 13), 41))
-    return operands
+        (variant.dtype, (_TOKENS, _HEADS, NOPE + V), (52021, 3989, 3), 23),
+        (variant.pe_dtype, (_TOKENS, 1, ROPE), (1033, 947, 5), 29),
+        (out, (_TOKENS, _HEADS, NOPE), (12007, 919, 7), 31),
+        (out, (_TOKENS, _HEADS, ROPE), (12011, 911, 11), 37),
+        (out, (_TOKENS, _HEADS, V), (21557, 1657, 13), 41),
+    ][: 5 if variant.use_fp8 else 4]
+    inference = variant.inference or (False,) * len(operands)
+    made = []
+    for flag, operand in zip(inference, operands, strict=True):
+        with torch.inference_mode(flag):
+            made.append(_odd(variant, *operand))
+    return made
 
 
 def _odd(

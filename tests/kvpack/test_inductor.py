@@ -258,3 +258,20 @@ def test_cuda_layouts(tokens: int, heads: int, *, use_fp8: bool) -> None:
     base = torch.randn(tokens * heads * 256 + 1, generator=generator).bfloat16().cuda()
     k_pe = torch.randn(tokens, 1, 64, generator=generator).bfloat16().cuda()
     assert_is_stock(base[1:].view(tokens, heads, 256), k_pe, use_fp8=use_fp8)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["normal operands", "inference operands"])
+def test_inference_mode_has_a_graph_of_its_own(inside: bool) -> None:
+    """Under ``torch.inference_mode`` any layout works too, whatever kind of tensor it is given."""
+    with torch.inference_mode(inside):
+        wide = torch.randn(5, 3, 256).to(torch.bfloat16)
+        workspace = torch.randn(5, 576).to(torch.bfloat16)
+    for use_fp8 in (False, True):
+        with torch.inference_mode():
+            pe = workspace[:, 512:].unsqueeze(1)
+            for tokens in (2, 5, 1):
+                got = inductor_pack.kv_pack(wide[:tokens], pe[:tokens], use_fp8)
+                want = stock.kv_pack(wide[:tokens], pe[:tokens], use_fp8)
+                for a, b in zip(got, want, strict=True):
+                    kind = torch.uint8 if use_fp8 else torch.int16
+                    assert torch.equal(a.view(kind), b.view(kind))

@@ -48,6 +48,8 @@ SPARE_BYTES = 1 << 28
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
+_SOLID = {c: bytes([c]) * (BAND + BASE + BAND) for c in COLOURS}
+
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two contiguous uint8 tensors on one device hold the same bytes."""
@@ -340,11 +342,16 @@ class OutputArena:
                 (s.start + s.size, s.start + s.size + BAND, s.start + s.size),
             ):
                 band = self._buffer[begin:end]
-                if not bool((band == self.colour).all()):
+                if not self._untouched(band):
                     wrong = (band != self.colour).nonzero()[:, 0]
                     return i, begin + int(wrong[0]) - origin
             at = s.start + s.size + BAND
         return None
+
+    def _untouched(self, band: torch.Tensor) -> bool:
+        if self.device.type == "cpu" and band.numel() <= len(_SOLID[self.colour]):
+            return not _libc.memcmp(band.data_ptr(), _SOLID[self.colour], band.numel())
+        return bool((band == self.colour).all())
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory served since ``begin``."""

@@ -72,10 +72,13 @@ class Loaded:
     evidence: tuple[str, ...] = ()
 
 
-def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of a tensor's elements as integers of their size."""
+def integers(tensor: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
+    """Return a tensor's elements as contiguous integers of their size, a view where it may be."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().view(kind).clone(memory_format=torch.contiguous_format)
+    view = tensor.detach().view(kind)
+    if copy:
+        return view.clone(memory_format=torch.contiguous_format)
+    return view.contiguous()
 
 
 def unsigned(snapshot: torch.Tensor) -> NDArray[Any]:
@@ -186,6 +189,7 @@ class _Run:
         self.before_call: Callable[[], None] | None = None
         self.bytes_compared = 0
         self.layouts: set[str] = set()
+        self.wrong_colours: list[int] = []
         self.storage: dict[str, NDArray[Any]] = {}
         self.bits: dict[str, NDArray[Any]] = {}
         self.expected: Snapshot = {}
@@ -221,7 +225,8 @@ class _Run:
             detail = f"{type(e).__name__}: {_line(e)}"
             raise Found("reference_raised", detail, origin(e, "")) from None
         self.expected_pitches = {n: tuple(t.stride()) for n, t in outputs.items()}
-        snapshot = {n: integers(t) for n, t in outputs.items()}
+        # What the reference allocated is ours alone; a view of an operand has to be copied.
+        snapshot = {n: integers(t, copy=self.arena.holds(t)) for n, t in outputs.items()}
         for o in self.claim.operands:
             if o.mutable:
                 snapshot[o.name] = integers(self.arena.tensors()[o.name])
@@ -281,8 +286,11 @@ class _Run:
         return dict(returned)
 
     def snapshot(self, outputs: Mapping[str, Any]) -> Snapshot:
-        """Copy the outputs' bytes, and those of operands that the op may write."""
-        snapshot = {name: integers(outputs[name]) for name in self.outputs}
+        """Return the outputs' bytes, and those of operands that the op may write.
+
+        They are views where the outputs are contiguous: good until the next call.
+        """
+        snapshot = {name: integers(outputs[name], copy=False) for name in self.outputs}
         for o in self.claim.operands:
             if o.mutable:
                 snapshot[o.name] = integers(self.arena.tensors()[o.name])
@@ -323,15 +331,14 @@ class _Run:
             self.expected = self.reference()
             oracle, oracle_hits, departure = self.ask_oracle()
             seen: list[tuple[Snapshot, Snapshot]] = []
-            wrong = False
             for colour in COLOURS:
                 if colour != self.colour:
                     self.colour = colour
                     self.load(self.storage, again=not any(o.mutable for o in self.claim.operands))
                 for expected, actual in MODES[self.case.mode](self):
-                    seen.append((expected, actual))
                     if not self.same(expected, actual):
-                        wrong = True
+                        seen.append((expected, {n: t.clone() for n, t in actual.items()}))
+                        self.wrong_colours.append(colour)
                         break
         except Found as f:
             return self.ended(f)
@@ -344,7 +351,7 @@ class _Run:
             ledger=oracle_hits,
             **self.hashes(),
         )
-        if wrong:
+        if seen:
             return self.judge(base, seen, oracle)
         if departure is not None:
             return replace(
@@ -542,15 +549,18 @@ class _Run:
         self, name: str, w: slice, left: NDArray[np.bool_], seen: list[tuple[Snapshot, Snapshot]]
     ) -> str:
         """Tell unwritten bytes and instability from a plain divergence."""
-        both = [a[name] for e, a in seen if e is self.expected]
-        if len(both) > 1 and both[0][w].shape == left.shape:
-            a = np.ascontiguousarray(unsigned(both[0][w])[left]).view(np.uint8)
-            b = np.ascontiguousarray(unsigned(both[-1][w])[left]).view(np.uint8)
-            if ((a == COLOURS[0]) & (b == COLOURS[1])).any():
-                return "unwritten"
-            if not np.array_equal(a, b):
-                return "unstable"
-        return "divergence"
+        by_colour = dict(zip(self.wrong_colours, seen, strict=True))
+        right = next(iter(seen))[0]
+        pair = [by_colour.get(c, (right, right)) for c in COLOURS]  # not seen: it was equal
+        if any(e is not right for e, _ in pair):
+            return "divergence"
+        a, b = (
+            np.ascontiguousarray(unsigned(actual[name][w])[left]).view(np.uint8)
+            for _, actual in pair
+        )
+        if ((a == COLOURS[0]) & (b == COLOURS[1])).any():
+            return "unwritten"
+        return "divergence" if np.array_equal(a, b) else "unstable"
 
 
 def _line(error: BaseException) -> str:

@@ -42,17 +42,24 @@ def near(size: int, dtype: DType, seed: int, operand: int) -> Bits:
     out = bits(size, dtype, seed, operand).copy()
     if not dtype.is_float or dtype.name == "e4m3":
         return out
+    return _near_exponents(dtype)[out >> dtype.bits(dtype.mantissa_bits)] | (
+        out & dtype.bits((1 << dtype.mantissa_bits) - 1)
+    )
+
+
+@cache
+def _near_exponents(dtype: DType) -> Bits:
+    """Map sign and exponent, as a table, to the same sign and an exponent of e4m3's range."""
     e, m = dtype.exponent_bits, dtype.mantissa_bits
     bias = (1 << (e - 1)) - 1
     low, high = max(0, bias - 12), min((1 << e) - 1, bias + 10)
-    exponent = (out >> m) & ((1 << e) - 1)
-    keep = ((1 << 8 * dtype.itemsize) - 1) ^ (((1 << e) - 1) << m)
-    out &= dtype.bits(keep)
-    out |= (exponent % (high - low + 1) + low).astype(dtype.bits) << dtype.bits(m)
-    return out
+    head = np.arange(2 << e, dtype=np.int64)
+    exponent = head % (1 << e) % (high - low + 1) + low
+    return (((head >> e << e) | exponent) << m).astype(dtype.bits)
 
 
-def special_patterns(dtype: DType) -> list[int]:
+@cache
+def special_patterns(dtype: DType) -> tuple[int, ...]:
     """Bits where conversions go wrong, and their neighbours.
 
     Zeros, infinities, NaNs of both signs with the least and the greatest payload, the least and
@@ -61,7 +68,7 @@ def special_patterns(dtype: DType) -> list[int]:
     e, m = dtype.exponent_bits, dtype.mantissa_bits
     sign = 1 << (e + m)
     if not dtype.is_float:
-        return [0, 1, sign - 1, sign]
+        return (0, 1, sign - 1, sign)
     top = ((1 << e) - 1) << m
     bias = (1 << (e - 1)) - 1
     found = {0, 1, (1 << m) - 1, 1 << m, top - 1, top, top + 1, top + (1 << max(m - 1, 0)), sign - 1}
@@ -71,7 +78,7 @@ def special_patterns(dtype: DType) -> list[int]:
             step = base + (sixteenth << m >> 4)
             found |= {step - 1, step, step + 1}
     mask = sign - 1
-    return sorted({p & mask for p in found} | {p & mask | sign for p in found})
+    return tuple(sorted({p & mask for p in found} | {p & mask | sign for p in found}))
 
 
 def special(size: int, dtype: DType, seed: int, operand: int) -> Bits:

@@ -49,7 +49,7 @@ def held(run: Any) -> Iterator[tuple[Any, Any]]:
 
     first_storage, first_expected = run.storage, run.expected
     first = run.call()
-    before = run.snapshot(first)
+    before = {n: t.clone() for n, t in run.snapshot(first).items()}
     run.intact()
     yield first_expected, before
     kept = {n: t for n, t in first.items() if not run.arena.holds(t)}

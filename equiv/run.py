@@ -248,8 +248,8 @@ def distribution(options: campaign.Options) -> str:
         if len(options.pair.axes[a]) > 1
     )
     return (
-        f"hypothesis's draws at seed {options.seed}: {dims}, about one in twenty near a mark of the launch plan, "
-        f"one in twenty log-uniform up to {options.profile.drawn_rows:,} rows, the others near "
+        f"hypothesis's draws at seed {options.seed}: {dims}, about one in forty near a mark of the launch plan, "
+        f"one in forty log-uniform up to {options.profile.drawn_rows:,} rows, the others near "
         f"their median; {axes}; fills of uniform bits, e4m3's range and special patterns. "
         "hypothesis avoids repeats and varies what it saw, so draws aren't strictly independent; the "
         "bound takes them as if they were, and speaks of this distribution alone"

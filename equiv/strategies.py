@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
@@ -18,77 +20,81 @@ if TYPE_CHECKING:
 
     Draw = Callable[[st.SearchStrategy[Any]], Any]
 
+@cache
+def integers(low: int, high: int) -> st.SearchStrategy[int]:
+    """Integers from ``low`` to ``high``, made once: building strategies costs more than drawing."""
+    return st.integers(low, high)
+
+
+@cache
+def choice(values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    """One of some values, made once."""
+    return st.sampled_from(values)
+
+
 FILLS = ("bits", "near", "special", "rows")
-MEDIAN_ROWS = 1_200
-"""About where the median of drawn row counts lies: large enough for several blocks of any launch plan."""
+COMMON_ROWS = (1, 16, 128, 600, 800, 1_000, 1_200, 1_500, 1_900)
+"""Row counts from which most draws go up by at most a third: their median is several blocks of any
+launch plan, and small enough for hundreds of cases a second."""
+
+SEEDS = 2**32 - 1
 
 
-def seeds() -> st.SearchStrategy[int]:
-    """Seeds of fills."""
-    return st.integers(0, 2**32 - 1)
+def domain_points(pair: OpPair) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    """Return every valid combination of axis values inside the domain, the simplest first."""
+    combinations = itertools.product(*pair.domain_axes.values())
+    points_ = (dict(zip(pair.domain_axes, values, strict=True)) for values in combinations)
+    return tuple(tuple(p.items()) for p in points_ if pair.valid(p))
 
 
-def fills() -> st.SearchStrategy[Fill]:
-    """Kinds and seeds of fills."""
-    return st.builds(Fill, st.sampled_from(FILLS), seeds())
-
-
-def axes(pair: OpPair) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw values of the axes inside the domain."""
-    return st.fixed_dictionaries(
-        {a: st.sampled_from(list(v)) for a, v in pair.domain_axes.items()}
-    ).filter(pair.valid)
-
-
-@st.composite
-def points(draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int) -> dict[str, Any]:
+def points(
+    draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int
+) -> dict[str, Any]:
     """Draw a point: axes, and dimensions whose product comes near a mark or is log-uniform.
 
     ``marks`` are row counts at which a launch plan changes. Every dimension but the first is
     small, one of production's, or anything in its range; the first takes up the rest.
     """
-    point = draw(axes(pair))
+    point = dict(draw(choice(domain_points(pair))))
     first, *others = pair.dims
     inner = 1
     for name in others:
         dim = pair.dims[name]
-        small = st.integers(dim.minimum, min(dim.maximum, 33))
-        value = draw(
-            st.one_of(small, st.sampled_from(list(dim.production) or [dim.minimum]))
-            if dim.production
-            else small
-        )
+        if dim.production and draw(integers(0, 1)):
+            value = draw(choice(tuple(dim.production)))
+        else:
+            value = draw(integers(dim.minimum, min(dim.maximum, 33)))
         point[name] = value
         inner *= max(value, 1)
     dim = pair.dims[first]
     top = max(1, min(dim.maximum, max_rows // inner))
-    kind = draw(st.integers(0, 19))
-    if kind in {0, 1}:
-        value = draw(st.integers(dim.minimum, min(17, top)))
-    elif kind == 2 and marks:  # noqa: PLR2004 - one in twenty
-        mark = draw(st.sampled_from(list(marks)))
-        value = mark // inner + draw(st.sampled_from([0, 1, -1, 2]))
-    elif kind == 3:  # noqa: PLR2004 - one in twenty is large, log-uniform
-        value = 2 ** draw(st.integers(5, max(5, top.bit_length() - 1)))
+    kind = draw(integers(0, 39))
+    if kind < 4:  # noqa: PLR2004 - one in ten is tiny
+        value = draw(integers(dim.minimum, min(17, top)))
+    elif kind == 4 and marks:  # noqa: PLR2004 - one in forty; the enumerated cases have them all
+        mark = draw(choice(tuple(marks)))
+        value = mark // inner + draw(choice((0, 1, -1, 2)))
+    elif kind == 5:  # noqa: PLR2004 - one in forty is large, log-uniform
+        value = 2 ** draw(integers(5, max(5, top.bit_length() - 1)))
         value += draw(st.integers(0, value - 1))
     else:
-        value = draw(st.integers(1, max(2, 2 * MEDIAN_ROWS // inner)))
+        rows = draw(choice(COMMON_ROWS))
+        value = -(-rows // inner) + draw(integers(0, max(1, rows // inner // 3)))
     point[first] = max(dim.minimum, min(value, top))
     return {name: point[name] for name in (*pair.dims, *pair.axes)}
 
 
-@st.composite
 def view(draw: Draw, operand: Operand) -> View | None:
     """Draw an operand's view: dense, production's, gaps at any level, permuted, or repeated.
 
     Pitches and offset are multiples of the operand's alignment.
     """
     unit = max(1, operand.align_bytes // DTYPES[operand.dtype].itemsize)
-    offset = operand.align_bytes * draw(st.integers(0, 512 // operand.align_bytes - 1))
-    kind = draw(st.sampled_from(["dense", "gaps", "layout", "permuted", "repeated"]))
+    offset = operand.align_bytes * draw(integers(0, 512 // operand.align_bytes - 1))
+    kind = draw(choice(("dense", "gaps", "layout", "permuted", "repeated")))
     outer = len(operand.shape) - 1
     if kind == "layout" and operand.layouts:
-        pitches, base = draw(st.sampled_from(list(operand.layouts)))
+        pitches, base = draw(choice(tuple(operand.layouts)))
         return View(tuple(pitches), base)
     if kind == "dense":
         return View(dense_pitches(operand.shape), offset) if offset else None
@@ -98,11 +104,11 @@ def view(draw: Draw, operand: Operand) -> View | None:
     pitches_of: dict[int, int] = {outer: 1}
     step = -(-operand.shape[-1] // unit) * unit
     for d in reversed(order):
-        step += unit * draw(st.integers(0, 9)) if kind != "permuted" or draw(st.booleans()) else 0
+        step += unit * draw(integers(0, 9))
         pitches_of[d] = step
         step *= max(operand.shape[d], 1)
     if kind == "repeated" and outer:
-        pitches_of[draw(st.integers(0, outer - 1))] = 0
+        pitches_of[draw(integers(0, outer - 1))] = 0
     return View(tuple(pitches_of[d] for d in range(outer + 1)), offset)
 
 
@@ -118,17 +124,16 @@ def cases(
     modes: Sequence[str],
 ) -> Case:
     """Draw a case of one lane."""
-    point = draw(points(pair, marks, max_rows))
+    point = points(draw, pair, marks, max_rows)
     views = []
     if strided:
         for operand in pair.operands(point):
-            drawn = draw(view(operand))
+            drawn = view(draw, operand)
             if drawn is not None:
                 views.append((operand.name, drawn))
-    mode = draw(st.sampled_from(list(modes)))
-    return base.with_(
-        point=tuple(point.items()), views=tuple(views), fill=draw(fills()), mode=mode
-    )
+    mode = draw(choice(tuple(modes))) if len(modes) > 1 else modes[0]
+    fill = Fill(draw(choice(FILLS)), draw(integers(0, SEEDS)))
+    return base.with_(point=tuple(point.items()), views=tuple(views), fill=fill, mode=mode)
 
 
 @st.composite
@@ -138,7 +143,7 @@ def smaller(draw: Draw, *, pair: OpPair, case: Case) -> Case:
     for name, dim in pair.dims.items():
         value = point[name]
         low = min(dim.minimum, value)
-        point[name] = draw(st.integers(low, value))
+        point[name] = draw(integers(low, value))
     views: list[tuple[str, View]] = []
     old = dict(case.views)
     for operand in pair.operands(point):

@@ -6,6 +6,7 @@ import math
 import random
 import shlex
 import statistics
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ LOST_WORKERS = {"cpu": 40, "cuda": 8}
 SAMPLES = 12
 """Cases recorded with their hashes, for each lane."""
 
+LEAST_DRAWS = 40
+"""Draws that a lane makes even where its time is over, on a slow or busy machine."""
+
 CONFIRMATIONS = 3
 """Cases of a declared crash that are launched to see that it is still there."""
 
@@ -63,6 +67,7 @@ class Options:
     first_finding_only: bool = False
     shrink: bool = True
     drawn_only: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
 
 
 
@@ -80,7 +85,11 @@ def repro_command(case: Case, options: Options) -> str:
     return shlex.join(words)
 
 
-class _Stop(Exception):  # noqa: N818 - ends a lane
+class Stopped(Exception):
+    """The whole run is being stopped."""
+
+
+class _Stop(Exception):
     """A lane has seen enough."""
 
 
@@ -125,6 +134,9 @@ class LaneRun:
 
     def run(self, case: Case, *, drawn: bool) -> Result:
         """Run a case and count it."""
+        if self.options.stop.is_set():
+            msg = "stopped, as another campaign was"
+            raise Stopped(msg)
         result = self.worker.run(case)
         if drawn:
             self.drawn += 1
@@ -212,8 +224,16 @@ class LaneRun:
             return
         profile = self.options.profile
         end = time.monotonic() + profile.lane_seconds
+        last = time.monotonic() + 6 * profile.lane_seconds
+        few = min(self.draws, LEAST_DRAWS)
+
+        def over() -> bool:
+            """Whether to stop: at the lane's time, and later only for the sake of a few draws."""
+            now = time.monotonic()
+            return self.drawn >= self.draws or now > (end if self.drawn >= few else last)
+
         round_ = 0
-        while self.drawn < self.draws and time.monotonic() < end:
+        while not over():
             known = set(self.found)
             first: list[tuple[Case, Result]] = []
             deadline = [math.inf]
@@ -232,7 +252,7 @@ class LaneRun:
                         self.lost += 1
                     same = result.failed and result.signature == first[0][1].signature
                 else:
-                    if self.drawn >= self.draws or time.monotonic() > end:
+                    if over():
                         return False
                     if self._declared_crash(case):
                         self.skipped += 1

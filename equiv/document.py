@@ -96,6 +96,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(n: int, what: str) -> str:
+    """Return ``"1 case"``, ``"1,234 cases"``."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 # -- terminal -----------------------------------------------------------------------
 
 

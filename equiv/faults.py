@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equiv import campaign, candidates, environment, evidence, ledger
+from equiv import campaign, candidates, environment, evidence, ledger, parallel
 from equiv.case import parse
 from equiv.errors import ExitCode, UsageError
 from equiv.lanes import LANES
@@ -83,10 +83,11 @@ def run_faults(
         paths=tuple(p for p in sys.path if p),
         first_finding_only=True,
     )
-    rows = []
     wanted = [known[i] for i in request.only] if request.only else list(pair.faults)
-    for fault in wanted:
-        rows.append(fault_row(fault, options, progress))
+    at_once = 1 if options.target.cuda else parallel.cores()
+    rows = parallel.each(
+        wanted, lambda f: fault_row(f, options, progress), at_once=at_once, stop=options.stop
+    )
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
     alarms = false_alarms(options, cases, wanted, progress)
     missed = [r for r in rows if r.outcome == "missed"]
@@ -217,7 +218,9 @@ def false_alarms(
         shares[name] = cases // 2 // len(others) + (i < cases // 2 % len(others))
     counts: dict[str, int] = {}
     alarms = []
-    for name, share in shares.items():
+
+    def clean(name: str) -> evidence.Candidate:
+        share = shares[name]
         draws = {lane: max(1, round(share * weight)) for lane, weight in CLEAN_SHARES.items()}
         quick = replace(
             options,
@@ -225,10 +228,13 @@ def false_alarms(
             lanes=tuple(draws),
             drawn_only=True,
         )
-        found, _ = campaign.run_candidate(name, quick, progress)
-        counts[name] = sum(x.cases for x in found.lanes)
+        return campaign.run_candidate(name, quick, progress)[0]
+
+    at_once = 1 if options.target.cuda else parallel.cores()
+    for found in parallel.each(list(shares), clean, at_once=at_once, stop=options.stop):
+        counts[found.name] = sum(x.cases for x in found.lanes)
         alarms += [
-            {"candidate": name, "case": f.case, "kind": f.kind, "detail": f.detail}
+            {"candidate": found.name, "case": f.case, "kind": f.kind, "detail": f.detail}
             for x in found.lanes
             for f in x.findings
         ]

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ from equiv.result import DECLARED, LedgerHit, Result
 if TYPE_CHECKING:
     from equiv.case import Case
     from equiv.pairs import OpPair
+
+_STARTING = threading.Lock()
+"""Held while a process starts: what ``_without_main`` changes belongs to the whole process."""
 
 START_S = 180.0
 """Seconds that a worker may take to load its candidate."""
@@ -92,7 +96,7 @@ class Worker:
         context.set_forkserver_preload(list(worker.PRELOAD))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=worker.main, args=(theirs, self.spec), daemon=True)
-        with _without_main():
+        with _STARTING, _without_main():
             self._process.start()
         theirs.close()
         self._warm = set()

@@ -88,8 +88,8 @@ class Progress:
             assert self._now is not None
             if self._task is not None:
                 live.remove_task(self._task)
-            self._task = live.add_task(printable(", ".join(self._now)), total=total)
-        live.update(self._task, completed=done, total=total)
+            self._task = live.add_task(printable(", ".join(self._now)), total=total or None)
+        live.update(self._task, completed=done, total=total or None)
 
     def _finish(self) -> None:
         assert self._now is not None

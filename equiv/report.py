@@ -10,8 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from equiv import document
-from equiv.document import Block, Exact, Facts, Heading, Items, Line, Table
+from equiv.document import Block, Exact, Facts, Heading, Items, Line, Table, counted
 from equiv.evidence import EquivEvidence, FaultsEvidence
+from equiv.faults_report import faults_blocks
 from equiv.progress import Progress
 from equiv.result import FINDINGS
 
@@ -88,7 +89,7 @@ def verdict_sentence(made: EquivEvidence) -> str:
         reasons = [f"{c.name}: {c.reason}" for c in failed if c.reason]
         reasons += [f"stock: {u.id} is gone" for u in made.reference_ledger if u.state == "gone"]
         names = ", ".join(c.name for c in failed) or "the reference"
-        what = f"{_count(findings, 'finding')} in {names}"
+        what = f"{counted(findings, 'finding')} in {names}"
         return f"{head}{'; '.join([what, *reasons])}; {amount}"
     if made.verdict == "NOT COVERED":
         missing = [f"{c.name}, {x.lane}" for c in made.candidates for x in c.lanes if x.missing]
@@ -248,68 +249,16 @@ def finding_blocks(f: Finding) -> Iterator[Block]:
         facts.append(("oracle", f.voices))
     if f.raised_in:
         facts.append(("raised in", f.raised_in))
-    times = f"in {_count(f.occurrences, 'case')} of the lane"
-    facts.append(("met", f"first after {_count(f.after_cases, 'case')}, {times}"))
+    times = f"in {counted(f.occurrences, 'case')} of the lane"
+    facts.append(("met", f"first after {counted(f.after_cases, 'case')}, {times}"))
     if f.found != f.case:
         facts.append(("first as", (f.found,)))
     if f.set_elements is not None:
-        set_ = f", with {_count(f.set_elements, 'element')} set" if f.set_elements else " alone"
+        set_ = f", with {counted(f.set_elements, 'element')} set" if f.set_elements else " alone"
         facts.append(("inputs", f"zeros{set_}"))
     yield Facts(tuple(facts))
     yield Line("Repeat it with")
     yield Exact((f.repro,))
-
-
-# -- planted faults -----------------------------------------------------------------
-
-
-def faults_blocks(made: FaultsEvidence) -> Iterator[Block]:
-    """Make the blocks of a fault run that a terminal and Markdown share."""
-    alarms: list[Mapping[str, Any]] = list(made.false_alarms.get("alarms", ()))
-    clean: Mapping[str, int] = made.false_alarms.get("candidates", {})
-    count = {
-        k: sum(r.outcome == k for r in made.faults) for k in ("caught", "missed", "not_covered")
-    }
-    yield Line(
-        f"{made.pair} on {made.device}: {count['caught']} faults caught, {count['missed']} missed, "
-        f"{count['not_covered']} not covered; {len(alarms)} false alarms in "
-        f"{made.false_alarms.get('cases', 0):,} cases of clean kernels "
-        f"(profile {made.profile}, seed {made.seed}, {made.seconds:,.0f} s)",
-        made.verdict,
-    )
-    yield Heading("Planted faults")
-    columns = ("id", "fault", "outcome", "lane", "cases", "as", "clean twin", "s")
-    rows = tuple(
-        (
-            r.id,
-            r.title,
-            r.outcome.replace("_", " "),
-            r.lane or "-",
-            f"{r.cases:,}",
-            r.kind or "-",
-            r.twin or "-",
-            f"{r.seconds:,.1f}",
-        )
-        for r in made.faults
-    )
-    yield Table(columns, rows, ("cases", "s"))
-    if left := [r for r in made.faults if r.outcome != "caught"]:
-        yield Heading("Not caught")
-        yield Items(tuple(f"{r.id}, {r.outcome.replace('_', ' ')}: {r.detail}" for r in left))
-    if smallest := [r for r in made.faults if r.smallest]:
-        yield Heading("Smallest failing cases")
-        yield Facts(tuple(x for r in smallest for x in ((r.id, (r.smallest,)), ("", r.detail))))
-    if clean:
-        yield Heading("False alarms")
-        flagged = [str(a.get("candidate")) for a in alarms]
-        yield Table(
-            ("clean kernel", "cases", "alarms"),
-            tuple((name, f"{n:,}", f"{flagged.count(name)}") for name, n in clean.items()),
-            ("cases", "alarms"),
-        )
-    for a in alarms:
-        yield Line(f"{a.get('candidate')}, {a.get('kind')}: {a.get('detail')}")
-        yield Exact((str(a.get("case")),))
 
 
 # -- what Markdown adds, and the end ------------------------------------------------
@@ -411,10 +360,6 @@ def _gigabytes(lanes: Sequence[Lane]) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2g} %"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _and(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equiv import campaign, candidates, environment, evidence, ledger
+from equiv import campaign, candidates, environment, evidence, ledger, parallel
 from equiv.errors import ExitCode, UsageError
 from equiv.lanes import DEFAULT_SMS, LANES, Target
 from equiv.ledger import Seen
@@ -170,10 +170,14 @@ def run(
     asked = request.candidates
     names = asked or tuple(n for n in pair.candidates if n != "stock")
     seen: dict[str, Seen] = defaultdict(Seen)
-    found = []
-    for name in names:
-        made, met = campaign.run_candidate(name, options, progress or campaign.silent)
-        found.append(made)
+    done = parallel.each(
+        names,
+        lambda name: campaign.run_candidate(name, options, progress or campaign.silent),
+        at_once=1 if options.target.cuda else parallel.cores(),
+        stop=options.stop,
+    )
+    found = [made for made, _ in done]
+    for _, met in done:
         for entry_id, s in met.items():
             merge(seen[entry_id], s)
     patterns_ran = any(x.lane == "patterns" for c in found for x in c.lanes)

@@ -1,8 +1,9 @@
-"""Progress while a campaign runs: a live bar on a terminal, a line now and then elsewhere."""
+"""Progress while campaigns run: live bars on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -19,9 +20,14 @@ EVERY_S = 5.0
 SHARE = 20
 """A lane that goes on is mentioned after a twentieth of the time so far: a log stays short."""
 
+BARS = 4
+"""Bars on a terminal: those of the candidates that were heard of last."""
+
 
 class Progress:
     """Shows which lane of which candidate is at which case; is itself the campaign's callback.
+
+    Campaigns may call it from several threads at once.
 
     Parameters
     ----------
@@ -35,16 +41,16 @@ class Progress:
     ) -> None:
         self._file = file or sys.stderr
         self._clock = clock
-        self._start = self._said = clock()
-        self._spoke = False
-        self._now: tuple[str, str] | None = None
-        self._count = (0, 0)
-        self._finished: list[str] = []
+        self._lock = threading.Lock()
+        self._start = clock()
+        self._said: float | None = None
+        self._mentioned: set[tuple[str, str]] = set()
+        self._news: dict[tuple[str, str], tuple[int, int]] = {}
         self._live: progress.Progress | None = None
-        self._task: Any = None
+        self._bars: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        """Start the bar, on a terminal."""
+        """Start the bars, on a terminal."""
         if self._file.isatty():
             self._live = progress.Progress(
                 progress.SpinnerColumn(),
@@ -59,45 +65,46 @@ class Progress:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Take the bar away, or say what is still unsaid."""
-        if self._live is not None:
-            self._live.stop()
-            return
-        if self._now is not None:
-            self._finish()
-            self._say(self._clock(), "")
+        """Take the bars away, or say what is still unsaid."""
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()
+            elif self._news:
+                self._say(self._clock())
 
     def __call__(self, candidate: str, lane: str, done: int, total: int) -> None:
         """Take note of ``done`` of ``total`` cases."""
-        changed = (candidate, lane) != self._now
-        if changed and self._now is not None:
-            self._finish()
-        self._now = (candidate, lane)
-        self._count = (done, total)
-        if self._live is not None:
-            self._bar(self._live, changed=changed)
-            return
-        now = self._clock()
-        quiet = EVERY_S if self._finished else max(EVERY_S, (now - self._start) / SHARE)
-        if not self._spoke or now - self._said >= quiet:
-            self._say(now, f"{candidate}, {lane}: {done:,} of {total:,} cases")
+        with self._lock:
+            if self._live is not None:
+                self._bar(self._live, candidate, lane, done, total)
+                return
+            self._news[candidate, lane] = (done, total)
+            now = self._clock()
+            quiet = EVERY_S
+            if not self._news.keys() - self._mentioned:
+                quiet = max(EVERY_S, (now - self._start) / SHARE)
+            if self._said is None or now - self._said >= quiet:
+                self._say(now)
 
-    def _bar(self, live: progress.Progress, *, changed: bool) -> None:
-        done, total = self._count
-        if changed:
-            assert self._now is not None
-            if self._task is not None:
-                live.remove_task(self._task)
-            self._task = live.add_task(printable(", ".join(self._now)), total=total or None)
-        live.update(self._task, completed=done, total=total or None)
+    def _bar(
+        self, live: progress.Progress, candidate: str, lane: str, done: int, total: int
+    ) -> None:
+        name = printable(f"{candidate}, {lane}")
+        bar = self._bars.pop(candidate, None)
+        if bar is None:
+            bar = live.add_task(name, total=None)
+            while len(self._bars) >= BARS:
+                live.remove_task(self._bars.pop(next(iter(self._bars))))
+        self._bars[candidate] = bar  # the last one in the dictionary is the latest
+        live.update(bar, description=name, completed=done, total=total or None)
 
-    def _finish(self) -> None:
-        assert self._now is not None
-        self._finished.append(f"{', '.join(self._now)}: {self._count[0]:,} cases, done")
-
-    def _say(self, now: float, current: str) -> None:
-        words = "; ".join([*self._finished, *([current] if current else [])])
-        self._finished = []
-        self._said, self._spoke = now, True
+    def _say(self, now: float) -> None:
+        words = "; ".join(
+            f"{candidate}, {lane}: {done:,} of {total:,} cases"
+            for (candidate, lane), (done, total) in self._news.items()
+        )
+        self._mentioned |= self._news.keys()
+        self._news = {}
+        self._said = now
         self._file.write(f"[{now - self._start:5.0f} s] {printable(words)}\n")
         self._file.flush()

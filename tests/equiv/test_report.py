@@ -7,6 +7,7 @@ import io
 import itertools
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from equiv.evidence import (
     Lane,
     LedgerUse,
 )
-from equiv.progress import EVERY_S, SHARE, Progress
+from equiv.progress import BARS, EVERY_S, SHARE, Progress
 
 CASE = (
     "kvpack/inductor/cpu/strides/T=3,H=2,dtype=bf16,fp8=1,pe=same,rope=64/"
@@ -351,7 +352,7 @@ def test_the_environment_is_a_line_on_a_terminal_and_a_table_in_markdown() -> No
 
 
 def test_an_environment_of_failed_probes_is_no_obstacle() -> None:
-    broken = {"versions": "failed: x", "suite": None, "cpu": [], "device": "failed"}
+    broken: dict[str, Any] = {"versions": "failed: x", "suite": None, "cpu": [], "device": "failed"}
     environments: list[dict[str, Any]] = [{}, broken]
     for found in environments:
         text = shown(dataclasses.replace(GOOD, environment=found))
@@ -497,7 +498,7 @@ def test_a_log_gets_few_lines() -> None:
             progress("triton", "shapes", i, 4_000)
     lines = file.getvalue().splitlines()
     assert lines[0] == "[    0 s] triton, shapes: 0 of 4,000 cases"
-    assert lines[-1] == "[ 3599 s] triton, shapes: 3,599 cases, done"
+    assert lines[-1] == "[ 3599 s] triton, shapes: 3,599 of 4,000 cases"
     seconds = [float(x[1:6]) for x in lines]
     waits = [b - a for a, b in itertools.pairwise(seconds)]
     assert min(waits[:-1]) >= EVERY_S
@@ -505,7 +506,18 @@ def test_a_log_gets_few_lines() -> None:
     assert len(lines) < 120
 
 
-def test_every_finished_lane_is_mentioned_once() -> None:
+def test_a_new_lane_does_not_wait_long() -> None:
+    file, clock = io.StringIO(), Clock()
+    with Progress(file, clock) as progress:
+        progress("triton", "shapes", 16, 400)
+        clock.now = 1_000.0
+        progress("triton", "shapes", 400, 400)
+        clock.now = 1_000.0 + EVERY_S
+        progress("triton", "modes", 16, 80)
+        assert file.getvalue().splitlines()[-1] == "[ 1005 s] triton, modes: 16 of 80 cases"
+
+
+def test_each_lane_is_mentioned_with_its_last_count() -> None:
     file, clock = io.StringIO(), Clock()
     lanes = [(f"c{i}", lane) for i in range(9) for lane in ("shapes", "modes")]
     with Progress(file, clock) as progress:
@@ -515,8 +527,24 @@ def test_every_finished_lane_is_mentioned_once() -> None:
             progress(name, lane_name, 31, 32)
     text = file.getvalue()
     for name, lane_name in lanes:
-        assert text.count(f"{name}, {lane_name}: 31 cases, done") == 1
+        assert text.count(f"{name}, {lane_name}: 31 of 32 cases") == 1
     assert len(text.splitlines()) <= 2 + 2 * len(lanes) / EVERY_S
+
+
+@pytest.mark.parametrize("screen", [True, False])
+def test_campaigns_may_run_side_by_side(monkeypatch: pytest.MonkeyPatch, *, screen: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    file = Screen() if screen else io.StringIO()
+    with Progress(file) as progress, ThreadPoolExecutor(8) as pool:
+
+        def campaign(name: str) -> None:
+            for i in range(0, 401, 16):
+                progress(name, "shapes", i, 400)
+
+        list(pool.map(campaign, [f"c{i}" for i in range(12)]))
+        assert len(progress._bars) <= BARS
+    assert screen or all("c" + str(i) in file.getvalue() for i in range(12))
 
 
 def test_no_call_no_line() -> None:
@@ -539,7 +567,6 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
     assert "triton, shapes" in text
     assert "400/400" in text
     assert "[bold]x, modes" in text
-    assert "done" not in text
 
 
 def test_an_interruption_passes_through() -> None:

@@ -17,6 +17,7 @@ from hypothesis import find
 from hypothesis.errors import Flaky, NoSuchExample
 
 from equiv import evidence, shrink
+from equiv.errors import DoesNotFit
 from equiv.lanes import Lanes, Plan, Target, kinds_of
 from equiv.ledger import Seen
 from equiv.pool import Unavailable, Worker
@@ -137,7 +138,11 @@ class LaneRun:
         if self.options.stop.is_set():
             msg = "stopped, as another campaign was"
             raise Stopped(msg)
-        result = self.worker.run(case)
+        try:
+            result = self.worker.run(case)
+        except DoesNotFit as e:
+            self.missing.append(str(e))
+            return Result(UNDEFINED)
         if drawn:
             self.drawn += 1
         else:

@@ -2,6 +2,7 @@
 
     BytegateError
     ├── UsageError           exit 2: bad option, name, file or case
+    ├── DoesNotFit          a case too large for the device: its lane isn't covered
     └── WorkerError         exit 4: the suite's own worker can't do its job
 
 Every message is one line: what was wrong, what was expected, what to do.
@@ -32,6 +33,10 @@ class UsageError(BytegateError):
     """An option, name, file or case that can't be used."""
 
     exit_code = ExitCode.USAGE
+
+
+class DoesNotFit(BytegateError):
+    """A case needs more memory than the device has left."""
 
 
 class WorkerError(BytegateError):

@@ -84,7 +84,7 @@ def run_faults(
         first_finding_only=True,
     )
     wanted = [known[i] for i in request.only] if request.only else list(pair.faults)
-    at_once = 1 if options.target.cuda else parallel.cores()
+    at_once = parallel.at_once(options.target)
     rows = parallel.each(
         wanted, lambda f: fault_row(f, options, progress), at_once=at_once, stop=options.stop
     )
@@ -230,7 +230,7 @@ def false_alarms(
         )
         return campaign.run_candidate(name, quick, progress)[0]
 
-    at_once = 1 if options.target.cuda else parallel.cores()
+    at_once = parallel.at_once(options.target)
     for found in parallel.each(list(shares), clean, at_once=at_once, stop=options.stop):
         counts[found.name] = sum(x.cases for x in found.lanes)
         alarms += [

@@ -1,4 +1,4 @@
-"""Run several campaigns at once on a CPU: each has a worker process, so threads are enough."""
+"""Run several campaigns at once: each has a worker process, so threads are enough."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
+    from equiv.lanes import Target
+
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -19,6 +21,17 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+GPU_BYTES = 60 << 30
+"""GPU memory that one campaign may need in its sizes lane."""
+
+
+def at_once(target: Target) -> int:
+    """Return how many campaigns may run side by side: one a core, or as the GPU's memory allows."""
+    if not target.cuda:
+        return cores()
+    return max(1, min(cores() // 4, target.memory_bytes // GPU_BYTES))
 
 
 def each(

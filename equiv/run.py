@@ -173,7 +173,7 @@ def run(
     done = parallel.each(
         names,
         lambda name: campaign.run_candidate(name, options, progress or campaign.silent),
-        at_once=1 if options.target.cuda else parallel.cores(),
+        at_once=parallel.at_once(options.target),
         stop=options.stop,
     )
     found = [made for made, _ in done]

@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from equiv.errors import BytegateError, UsageError
+from equiv.errors import BytegateError, DoesNotFit, UsageError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -152,7 +152,7 @@ def _failure(error: Exception, executor: Any, case: Case) -> Any:
         kind = "out_of_memory" if "out of memory" in text else "crash"
         if kind == "crash":
             return Result(_lost_or_left(), f"{type(error).__name__}: {text}", raised_in=executor.loaded.name)
-        return BytegateError(f"case {case} doesn't fit on the device: {text}")
+        return DoesNotFit(f"case {case} doesn't fit on the device: {text}")
     traceback.print_exc()
     sys.stderr.flush()
     return BytegateError(f"the suite failed on case {case}: {type(error).__name__}: {text}")

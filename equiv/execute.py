@@ -12,15 +12,14 @@ import numpy as np
 import torch
 import xxhash
 
-from equiv import compare
 from equiv.arena import COLOURS, Arena, OutputArena, dense_pitches, same_bytes
-from equiv.compare import Difference
 from equiv.domain import Claim, claim_of
 from equiv.dtypes import DTYPES
 from equiv.fills import fill
 from equiv.guards import ServeAllocations, global_state, poisoned_malloc, restore_state, uses_dynamo
-from equiv.ledger import elements_covered
+from equiv.judge import LARGE_BYTES, Judge
 from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, LedgerHit, Result
+from equiv.snapshots import integers, raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,18 +28,9 @@ if TYPE_CHECKING:
 
     from equiv.case import Case
     from equiv.ledger import Entry
-    from equiv.pairs import Operand, OpPair
+    from equiv.pairs import OpPair
+    from equiv.snapshots import Snapshot
 
-    Snapshot = dict[str, torch.Tensor]
-
-LARGE_BYTES = 1 << 28
-"""Outputs above this are compared on the device alone: no hash, and the oracle sees windows."""
-
-CHUNK_ELEMENTS = 1 << 24
-"""Output elements of a large case that are looked through at a time, once they are known to differ."""
-
-ORACLE_WINDOW = 64
-"""Leading rows of the first dimension in each window that the oracle checks of a large case."""
 
 
 class Found(Exception):  # noqa: N818 - it isn't an error of ours
@@ -70,26 +60,6 @@ class Loaded:
     guard: str
     executions: Callable[[], int] | None = None
     evidence: tuple[str, ...] = ()
-
-
-def integers(tensor: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
-    """Return a tensor's elements as contiguous integers of their size, a view where it may be."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    view = tensor.detach().view(kind)
-    if copy:
-        return view.clone(memory_format=torch.contiguous_format)
-    return view.contiguous()
-
-
-def unsigned(snapshot: torch.Tensor) -> NDArray[Any]:
-    """Return a snapshot as an array of unsigned integers on the CPU."""
-    array: NDArray[Any] = snapshot.cpu().numpy()
-    return array.view(f"u{array.itemsize}")
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's bytes, flat."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def origin(error: BaseException, module: str) -> str:
@@ -132,7 +102,7 @@ class Executor:
             return Result(UNDEFINED)
         state = global_state()
         try:
-            result = _Run(self, case, claim).result()
+            result = CaseRun(self, case, claim).result()
         finally:
             changed = [k for k, v in global_state().items() if v != state[k]]
             if changed:
@@ -168,7 +138,7 @@ class Executor:
         return self._arenas[device]
 
 
-class _Run:
+class CaseRun:
     """The state of one case while it runs."""
 
     def __init__(self, executor: Executor, case: Case, claim: Claim) -> None:
@@ -329,7 +299,8 @@ class _Run:
             self.arena.place(self.claim.operands, dict(self.case.views))
             self.load(self.elements(self.case.fill.seed))
             self.expected = self.reference()
-            oracle, oracle_hits, departure = self.ask_oracle()
+            judge = Judge(self)
+            oracle, oracle_hits, departure = judge.ask_oracle()
             seen: list[tuple[Snapshot, Snapshot]] = []
             for colour in COLOURS:
                 if colour != self.colour:
@@ -352,7 +323,7 @@ class _Run:
             **self.hashes(),
         )
         if seen:
-            return self.judge(base, seen, oracle)
+            return judge.judge(base, seen, oracle)
         if departure is not None:
             return replace(
                 base, status="reference", detail=departure.sentence(), difference=departure
@@ -380,204 +351,7 @@ class _Run:
             outputs.update(self.expected[name].cpu().numpy().data)
         return {"input_hash": inputs.hexdigest(), "output_hash": outputs.hexdigest()}
 
-    # -- the third voice ------------------------------------------------------------
-
-    def windows(self) -> list[slice]:
-        """Return the leading indices that the oracle checks: all, or windows of a large case."""
-        t = int(self.point[next(iter(self.pair.dims))])
-        if self.room <= LARGE_BYTES:
-            return [slice(0, t)]
-        if not self.shared_leading():
-            return []
-        starts = {0, max(0, t - ORACLE_WINDOW)}
-        for o in self.outputs.values():
-            per = int(np.prod(o.shape[1:], dtype=np.int64)) * DTYPES[o.dtype].itemsize
-            for mark in (1 << 31, 1 << 32):
-                if mark // max(per, 1) < t:
-                    starts.add(max(0, mark // per - ORACLE_WINDOW // 2))
-        return [slice(s, min(s + ORACLE_WINDOW, t)) for s in sorted(starts)]
-
-    def ask_oracle(
-        self,
-    ) -> tuple[Mapping[str, NDArray[Any]] | None, tuple[LedgerHit, ...], Difference | None]:
-        """Compare the reference with the oracle: its outputs, what is declared, what isn't."""
-        hits: list[LedgerHit] = []
-        departure = None
-        whole = None
-        for w in self.windows():
-            everything = self.room <= LARGE_BYTES
-            inputs, point = (self.bits, self.point) if everything else self.part(w)
-            voice = self.pair.oracle(inputs, point)
-            if voice is None:
-                return None, (), None
-            whole = voice
-            for name, right in voice.items():
-                stock = self.expected[name] if everything else self.expected[name][w]
-                bits = unsigned(stock)
-                mask = compare.differing(right, bits)
-                if mask is None:
-                    continue
-                left = self.declare(name, inputs, point, right, bits, mask, self.x.oracle_entries, hits)
-                if left.any() and departure is None:
-                    start = 0 if everything else w.start
-                    departure = compare.summarise(self.outputs[name], right, bits, left, start)
-        return whole, tuple(hits), departure
-
-    def declare(
-        self,
-        name: str,
-        inputs: Mapping[str, NDArray[Any]],
-        point: Mapping[str, Any],
-        expected: NDArray[Any],
-        actual: NDArray[Any],
-        mask: NDArray[np.bool_],
-        entries: Sequence[Entry],
-        hits: list[LedgerHit],
-    ) -> NDArray[np.bool_]:
-        """Count the differing elements that entries declare; return the mask of the others."""
-        entries = [
-            e
-            for e in entries
-            if e.kind == "bytes" and e.covers_case(point, aligned=self.claim.aligned)
-        ]
-        left = mask.copy()
-        if not entries or name not in self.outputs:
-            return left
-        flat = np.flatnonzero(mask)
-        at, operand_of = 0, {}
-        ids = {}
-        for o in self.claim.operands:
-            size = inputs[o.name].size
-            ids[o.name] = np.arange(at, at + size, dtype=np.int64).reshape(inputs[o.name].shape)
-            operand_of[o.name] = (at, at + size)
-            at += size
-        source = np.ascontiguousarray(self.pair.layout(ids, point)[name]).reshape(-1)[flat]
-        columns = flat % expected.shape[-1]
-        exp, act = expected.reshape(-1)[flat], actual.reshape(-1)[flat]
-        for o in self.claim.operands:
-            lo, hi = operand_of[o.name]
-            own = np.flatnonzero((source >= lo) & (source < hi))
-            if not len(own):
-                continue
-            bits = inputs[o.name].reshape(-1)[source[own] - lo]
-            for entry, covered in elements_covered(
-                entries, self.pair.classes, self.pair.models, bits, o.dtype, exp[own], act[own]
-            ):
-                left.reshape(-1)[flat[own[covered]]] = False
-                patterns: dict[str, tuple[int, ...]] = {}
-                for part in self._parts(name):
-                    inside = covered & self._in_part(name, part, columns[own])
-                    if inside.any():
-                        key = f"{o.dtype} {part}"
-                        patterns[key] = tuple(int(x) for x in np.unique(bits[inside]))
-                hits.append(LedgerHit(entry.id, int(covered.sum()), patterns))
-        return left
-
-    def _parts(self, name: str) -> list[str]:
-        return [f"{name}.{p}" for p in self.outputs[name].parts] or [name]
-
-    def _in_part(self, name: str, part: str, columns: NDArray[Any]) -> NDArray[np.bool_]:
-        if part == name:
-            return np.ones(len(columns), dtype=bool)
-        lo, hi = self.outputs[name].parts[part.removeprefix(f"{name}.")]
-        return np.asarray((columns >= lo) & (columns < hi))
-
-    # -- what went wrong ------------------------------------------------------------
-
-    def judge(
-        self,
-        base: Result,
-        seen: list[tuple[Snapshot, Snapshot]],
-        oracle: Mapping[str, NDArray[Any]] | None,
-    ) -> Result:
-        """Say what the difference is: declared, unwritten, unstable or a divergence."""
-        hits = list(base.ledger)
-        found: Difference | None = None
-        kind = "divergence"
-        voice = ""
-        for expected, actual in seen:
-            for name in sorted(expected):
-                output = self.outputs.get(name) or _as_output(self.claim.operands, name)
-                for w in self.chunks(name):
-                    e, a = unsigned(expected[name][w]), unsigned(actual[name][w])
-                    mask = compare.differing(e, a)
-                    if mask is None:
-                        continue
-                    inputs, point = self.part(w)
-                    left = self.declare(name, inputs, point, e, a, mask, self.x.entries, hits)
-                    if not left.any() or found is not None:
-                        continue
-                    found = compare.summarise(output, e, a, left, w.start)
-                    kind = self.kind_of(name, w, left, seen)
-                    fits = oracle is not None and name in oracle and expected is self.expected
-                    if oracle is not None and fits and oracle[name].shape == self.outputs[name].shape:
-                        right = int(oracle[name][found.index])
-                        voice = compare.voices(found.expected, found.actual, right)
-        if found is None:
-            return replace(base, status=DECLARED, ledger=tuple(hits))
-        return replace(
-            base,
-            status=kind,
-            detail=found.sentence(),
-            difference=found,
-            voices=voice,
-            ledger=tuple(hits),
-        )
-
-    def chunks(self, name: str) -> list[slice]:
-        """Return parts of the first dimension in which an output is looked through."""
-        shape = self.expected[name].shape
-        rows = shape[0] if shape else 1
-        if self.room <= LARGE_BYTES or not self.shared_leading():
-            return [slice(0, rows)]
-        step = max(1, CHUNK_ELEMENTS // max(1, int(np.prod(shape[1:], dtype=np.int64))))
-        return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
-
-    def shared_leading(self) -> bool:
-        """Whether the first dimension of every tensor is the pair's first dimension."""
-        leading = {s.shape[0] for s in (*self.claim.operands, *self.outputs.values()) if s.shape}
-        return leading == {self.point[next(iter(self.pair.dims))]}
-
-    def part(self, w: slice) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return the inputs and the point of a part of the first dimension."""
-        first = next(iter(self.pair.dims))
-        if w.stop - w.start == self.point[first] or not self.shared_leading():
-            return self.bits, self.point
-        return {n: b[w] for n, b in self.bits.items()}, {**self.point, first: w.stop - w.start}
-
-    def kind_of(
-        self, name: str, w: slice, left: NDArray[np.bool_], seen: list[tuple[Snapshot, Snapshot]]
-    ) -> str:
-        """Tell unwritten bytes and instability from a plain divergence."""
-        by_colour = dict(zip(self.wrong_colours, seen, strict=True))
-        right = next(iter(seen))[0]
-        pair = [by_colour.get(c, (right, right)) for c in COLOURS]  # not seen: it was equal
-        if any(e is not right for e, _ in pair):
-            return "divergence"
-        a, b = (
-            np.ascontiguousarray(unsigned(actual[name][w])[left]).view(np.uint8)
-            for _, actual in pair
-        )
-        if ((a == COLOURS[0]) & (b == COLOURS[1])).any():
-            return "unwritten"
-        return "divergence" if np.array_equal(a, b) else "unstable"
-
 
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:300] if text else "no message"
-
-
-def _as_output(operands: Sequence[Operand], name: str) -> Any:
-    operand = next(o for o in operands if o.name == name)
-
-    @dataclass(frozen=True)
-    class Written:
-        name: str
-        shape: tuple[int, ...]
-        dtype: str
-        axes: tuple[str, ...]
-        parts: dict[str, tuple[int, int]]
-
-    axes = tuple(f"index {i}" for i in range(len(operand.shape)))
-    return Written(name, operand.shape, operand.dtype, axes, {})

@@ -45,7 +45,8 @@ def repeat(run: Any) -> Iterator[tuple[Any, Any]]:
 
 def held(run: Any) -> Iterator[tuple[Any, Any]]:
     """Hold a result while a second call runs on other operands, then look at both."""
-    from equiv.execute import Found, integers
+    from equiv.execute import Found
+    from equiv.snapshots import integers
 
     first_storage, first_expected = run.storage, run.expected
     first = run.call()

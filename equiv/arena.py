@@ -252,7 +252,9 @@ class Arena:
             ]
         if same_bytes(self.buffer[: self.used], self.pristine[: self.used]):
             return []
-        wrong = (self.buffer[: self.used] != self.pristine[: self.used]).nonzero()[:, 0].cpu().numpy()
+        wrong = (
+            (self.buffer[: self.used] != self.pristine[: self.used]).nonzero()[:, 0].cpu().numpy()
+        )
         found: list[tuple[str, int]] = []
         for p in self.placed:
             before = wrong[(wrong < p.start) & (wrong >= p.start - BAND)]

@@ -44,7 +44,7 @@ def root() -> None:
     """Benchmarks of the suite and of the kernels."""
 
 
-ITEMS = '''
+ITEMS = """
 import os
 import sys
 
@@ -65,7 +65,7 @@ LINES = open({lines!r}).read().split()
 @pytest.mark.parametrize("line", LINES)
 def test_case(line):
     assert not executor.run(case.parse(line)).failed
-'''
+"""
 
 
 @app.command()
@@ -164,8 +164,23 @@ def _as_items(pair: str, candidate: str, lines: list[str]) -> float:
             lines=str(path / "lines.txt"),
         )
         (path / "test_items.py").write_text(source, encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder]
-        command += ["-c", os.devnull, "--durations=0", "--durations-min=0", str(path / "test_items.py")]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            folder,
+        ]
+        command += [
+            "-c",
+            os.devnull,
+            "--durations=0",
+            "--durations-min=0",
+            str(path / "test_items.py"),
+        ]
         junit = path / "items.xml"
         command += [f"--junitxml={junit}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

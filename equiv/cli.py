@@ -63,7 +63,9 @@ LedgerOption = Annotated[
 ]
 LibraryOption = Annotated[
     str | None,
-    typer.Option(help="A library with vLLM's op (_C_stable_libtorch.abi3.so), instead of an installed vLLM."),
+    typer.Option(
+        help="A library with vLLM's op (_C_stable_libtorch.abi3.so), instead of an installed vLLM."
+    ),
 ]
 
 
@@ -76,7 +78,9 @@ def equiv(
     profile: ProfileOption = None,
     device: DeviceOption = None,
     seed: SeedOption = None,
-    out: Annotated[Path, typer.Option(help="Folder for equiv.json and equiv.xml.")] = Path("out/equiv"),
+    out: Annotated[Path, typer.Option(help="Folder for equiv.json and equiv.xml.")] = Path(
+        "out/equiv"
+    ),
     ledger: LedgerOption = None,
     library: LibraryOption = None,
 ) -> None:
@@ -123,15 +127,20 @@ def repro(
 def faults(
     pair: PairOption = "kvpack",
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Ids such as K07. Repeatable; all by default.")
+        list[str] | None,
+        typer.Option("--only", help="Ids such as K07. Repeatable; all by default."),
     ] = None,
     profile: ProfileOption = None,
     device: DeviceOption = None,
     seed: SeedOption = None,
-    out: Annotated[Path, typer.Option(help="Folder for faults.json and faults.xml.")] = Path("out/faults"),
+    out: Annotated[Path, typer.Option(help="Folder for faults.json and faults.xml.")] = Path(
+        "out/faults"
+    ),
     clean_cases: Annotated[
         int | None,
-        typer.Option(min=0, help="Cases of the false-alarm run; by default 10,000 in gate, 1,000 in dev."),
+        typer.Option(
+            min=0, help="Cases of the false-alarm run; by default 10,000 in gate, 1,000 in dev."
+        ),
     ] = None,
 ) -> None:
     """Run the planted faults as candidates: each must be caught, and no clean kernel flagged."""

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from equiv.snapshots import Snapshot
 
 
-
-class Found(Exception):  # noqa: N818 - it isn't an error of ours
+class Found(Exception):
     """Ends a case with a finding."""
 
     def __init__(self, kind: str, detail: str, raised_in: str = "") -> None:
@@ -242,13 +241,19 @@ class CaseRun:
             t = returned.get(name)
             if not isinstance(t, torch.Tensor) or t.layout != torch.strided:
                 got = ", ".join(f"{k}: {type(v).__name__}" for k, v in returned.items())
-                raise Found("wrong_type", f"expected {', '.join(self.outputs)} as tensors, got {got}")
+                raise Found(
+                    "wrong_type", f"expected {', '.join(self.outputs)} as tensors, got {got}"
+                )
             if tuple(t.shape) != o.shape:
                 raise Found("wrong_shape", f"{name} is {list(t.shape)}, expected {list(o.shape)}")
             if t.dtype != DTYPES[o.dtype].torch():
-                raise Found("wrong_dtype", f"{name} is {t.dtype}, expected {DTYPES[o.dtype].torch()}")
+                raise Found(
+                    "wrong_dtype", f"{name} is {t.dtype}, expected {DTYPES[o.dtype].torch()}"
+                )
             if t.device != self.arena.buffer.device:
-                raise Found("wrong_device", f"{name} is on {t.device}, expected {self.arena.buffer.device}")
+                raise Found(
+                    "wrong_device", f"{name} is on {t.device}, expected {self.arena.buffer.device}"
+                )
             if t.numel() and not (self.out.holds(t) or self.arena.holds(t)):
                 self.guarded = False
             if t.numel() and tuple(t.stride()) != self.expected_pitches[name]:
@@ -279,7 +284,9 @@ class CaseRun:
         overrun = self.out.overrun()
         if overrun:
             which, at = overrun
-            raise Found("out_of_bounds", f"wrote at byte {at:+d} from the edge of allocation {which + 1}")
+            raise Found(
+                "out_of_bounds", f"wrote at byte {at:+d} from the edge of allocation {which + 1}"
+            )
 
     def same(self, expected: Snapshot, actual: Snapshot) -> bool:
         """Whether every output has the expected bytes."""
@@ -332,7 +339,11 @@ class CaseRun:
 
     def ended(self, f: Found) -> Result:
         """Turn an exception into a refusal, a declared event or a finding."""
-        if f.kind == "raised" and self.claim.outcome == REFUSED and not self.arena.changed(self.bits):
+        if (
+            f.kind == "raised"
+            and self.claim.outcome == REFUSED
+            and not self.arena.changed(self.bits)
+        ):
             if "CUDA error" not in f.detail:
                 return Result(REFUSED, detail=f.detail, raised_in=f.raised_in)
         for e in self.x.entries:

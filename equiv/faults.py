@@ -66,7 +66,9 @@ def run_faults(
     known = {f.id: f for f in pair.faults}
     unknown = [i for i in request.only if i not in known]
     if unknown:
-        msg = f"unknown fault {', '.join(unknown)}: pair {pair.name} has {', '.join(known) or 'none'}"
+        msg = (
+            f"unknown fault {', '.join(unknown)}: pair {pair.name} has {', '.join(known) or 'none'}"
+        )
         raise UsageError(msg)
     profile = profile_of(request.profile or "gate")
     device = find_device(request.device)
@@ -189,10 +191,21 @@ def _spec(name: str, options: campaign.Options) -> WorkerSpec:
         e
         for e in options.entries
         if e.applies(options.pair.name, name, device, options.versions)
-        or (e.against == "oracle" and e.applies(options.pair.name, "stock", device, options.versions))
+        or (
+            e.against == "oracle"
+            and e.applies(options.pair.name, "stock", device, options.versions)
+        )
     )
     return WorkerSpec(
-        options.pair.name, name, device, options.library, entries, (), "", options.threads, options.paths
+        options.pair.name,
+        name,
+        device,
+        options.library,
+        entries,
+        (),
+        "",
+        options.threads,
+        options.paths,
     )
 
 

@@ -71,7 +71,17 @@ def special_patterns(dtype: DType) -> tuple[int, ...]:
         return (0, 1, sign - 1, sign)
     top = ((1 << e) - 1) << m
     bias = (1 << (e - 1)) - 1
-    found = {0, 1, (1 << m) - 1, 1 << m, top - 1, top, top + 1, top + (1 << max(m - 1, 0)), sign - 1}
+    found = {
+        0,
+        1,
+        (1 << m) - 1,
+        1 << m,
+        top - 1,
+        top,
+        top + 1,
+        top + (1 << max(m - 1, 0)),
+        sign - 1,
+    }
     for power in range(max(-11, 1 - bias), min(10, bias)):
         base = (power + bias) << m
         for sixteenth in range(16):  # e4m3 keeps 8 steps a binade; the odd ones are ties
@@ -138,7 +148,9 @@ def sweep8(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     d = (seed * 104_729 + 1021) % count
     row = (np.arange(rows, dtype=np.uint64) * np.uint64(8 * a)).astype(dtype.bits)
     c = np.arange(columns, dtype=np.uint64)
-    column = (c % np.uint64(8) + c // np.uint64(8) * np.uint64(d) + np.uint64(seed)).astype(dtype.bits)
+    column = (c % np.uint64(8) + c // np.uint64(8) * np.uint64(d) + np.uint64(seed)).astype(
+        dtype.bits
+    )
     return (row[:, None] + column[None, :]).astype(dtype.bits)
 
 
@@ -152,7 +164,9 @@ def sweep(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     a = (2 * (seed * 7919 + 3) + 1) % count
     b = (2 * (seed * 104_729 + 1021) + 1) % count
     row = (np.arange(rows, dtype=np.uint64) * np.uint64(a)).astype(dtype.bits)
-    column = (np.arange(columns, dtype=np.uint64) * np.uint64(b) + np.uint64(seed)).astype(dtype.bits)
+    column = (np.arange(columns, dtype=np.uint64) * np.uint64(b) + np.uint64(seed)).astype(
+        dtype.bits
+    )
     return (row[:, None] + column[None, :]).astype(dtype.bits)
 
 
@@ -165,6 +179,7 @@ KINDS: dict[str, Callable[[int, DType, int, int], Bits]] = {
     "tiled": tiled,
 }
 """Fills by kind, of so many elements."""
+
 
 def rows(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     """Random rows, one in four of them uniform: all zeros, or one special pattern throughout.
@@ -181,7 +196,11 @@ def rows(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     return out
 
 
-SWEEPS: dict[str, Callable[[int, int, DType, int], Bits]] = {"sweep": sweep, "sweep8": sweep8, "rows": rows}
+SWEEPS: dict[str, Callable[[int, int, DType, int], Bits]] = {
+    "sweep": sweep,
+    "sweep8": sweep8,
+    "rows": rows,
+}
 """Fills that follow rows and columns."""
 
 ALL_KINDS = (*KINDS, *SWEEPS)

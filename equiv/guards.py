@@ -46,7 +46,11 @@ class ServeAllocations(TorchDispatchMode):
             same = device.type == self.arena.device.type and (
                 device.index is None or device.index == (self.arena.device.index or 0)
             )
-            if same and kwargs.get("layout") in {None, torch.strided} and not kwargs.get("pin_memory"):
+            if (
+                same
+                and kwargs.get("layout") in {None, torch.strided}
+                and not kwargs.get("pin_memory")
+            ):
                 served = self.arena.serve(shape, pitches, dtype)
                 if served is not None:
                     return served
@@ -133,7 +137,9 @@ def global_state() -> dict[str, Any]:
         "default device": str(torch.get_default_device()),
         "threads": torch.get_num_threads(),
         "CUDA device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
-        "CUDA stream": torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None,
+        "CUDA stream": torch.cuda.current_stream().cuda_stream
+        if torch.cuda.is_initialized()
+        else None,
     }
 
 

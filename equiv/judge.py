@@ -84,7 +84,9 @@ class Judge:
                 mask = compare.differing(right, bits)
                 if mask is None:
                     continue
-                left = self.declare(name, inputs, point, right, bits, mask, self.run.x.oracle_entries, hits)
+                left = self.declare(
+                    name, inputs, point, right, bits, mask, self.run.x.oracle_entries, hits
+                )
                 if left.any() and departure is None:
                     start = 0 if everything else w.start
                     departure = compare.summarise(self.run.outputs[name], right, bits, left, start)
@@ -128,7 +130,13 @@ class Judge:
                 continue
             bits = inputs[o.name].reshape(-1)[source[own] - lo]
             for entry, covered in elements_covered(
-                entries, self.run.pair.classes, self.run.pair.models, bits, o.dtype, exp[own], act[own]
+                entries,
+                self.run.pair.classes,
+                self.run.pair.models,
+                bits,
+                o.dtype,
+                exp[own],
+                act[own],
             ):
                 left.reshape(-1)[flat[own[covered]]] = False
                 patterns: dict[str, tuple[int, ...]] = {}
@@ -177,7 +185,11 @@ class Judge:
                     found = compare.summarise(output, e, a, left, w.start)
                     kind = self.kind_of(name, w, left, seen)
                     fits = oracle is not None and name in oracle and expected is self.run.expected
-                    if oracle is not None and fits and oracle[name].shape == self.run.outputs[name].shape:
+                    if (
+                        oracle is not None
+                        and fits
+                        and oracle[name].shape == self.run.outputs[name].shape
+                    ):
                         right = int(oracle[name][found.index])
                         voice = compare.voices(found.expected, found.actual, right)
         if found is None:
@@ -202,7 +214,9 @@ class Judge:
 
     def shared_leading(self) -> bool:
         """Whether the first dimension of every tensor is the pair's first dimension."""
-        leading = {s.shape[0] for s in (*self.run.claim.operands, *self.run.outputs.values()) if s.shape}
+        leading = {
+            s.shape[0] for s in (*self.run.claim.operands, *self.run.outputs.values()) if s.shape
+        }
         return leading == {self.run.point[next(iter(self.run.pair.dims))]}
 
     def part(self, w: slice) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -210,7 +224,10 @@ class Judge:
         first = next(iter(self.run.pair.dims))
         if w.stop - w.start == self.run.point[first] or not self.shared_leading():
             return self.run.bits, self.run.point
-        return {n: b[w] for n, b in self.run.bits.items()}, {**self.run.point, first: w.stop - w.start}
+        return {n: b[w] for n, b in self.run.bits.items()}, {
+            **self.run.point,
+            first: w.stop - w.start,
+        }
 
     def kind_of(
         self, name: str, w: slice, left: NDArray[np.bool_], seen: list[tuple[Snapshot, Snapshot]]

@@ -205,7 +205,9 @@ class Lanes:
             dropped += 1
         plan.explicit = [c for c in plan.explicit if c in sizes]
         if dropped:
-            plan.left_out.append(f"{dropped} of the largest enumerated cases: the candidate is too slow here")
+            plan.left_out.append(
+                f"{dropped} of the largest enumerated cases: the candidate is too slow here"
+            )
 
     def _dims(self, rows: int, **fixed: int) -> dict[str, int]:
         """Return dimensions with about so many rows: the first takes what the others leave."""
@@ -222,7 +224,9 @@ class Lanes:
     def _patterns(self, plan: Plan) -> None:
         whole = 1 << 16
         group = whole // 8
-        points = list(dict.fromkeys(tuple(p.items()) for p in (*_domain(self.pair), *_outside(self.pair))))
+        points = list(
+            dict.fromkeys(tuple(p.items()) for p in (*_domain(self.pair), *_outside(self.pair)))
+        )
         room = self.profile.lane_seconds * self.target.rows_per_second / 2
         fits = len(points) * whole * self.profile.sweep_seeds <= room
         kind, rows = ("sweep", whole) if fits else ("sweep8", group)
@@ -242,7 +246,9 @@ class Lanes:
                     value = self.pair.dims[others[0]].production[1:2] or (3,)
                     dims = self._dims(rows + value[0], **{others[0]: value[0]})
                     plan.explicit.append(
-                        _case(self.base, self.pair, {**point, **dims}, fill=Fill(kind, self.seed + s))
+                        _case(
+                            self.base, self.pair, {**point, **dims}, fill=Fill(kind, self.seed + s)
+                        )
                     )
         for a, values in self.pair.domain_axes.items():
             if len(self.pair.axes[a]) > 1:
@@ -264,9 +270,7 @@ class Lanes:
             for v in combination:
                 inner *= v
             for rows in self.marks:
-                grids += [
-                    {first: max(rows // inner + d, 0), **fixed} for d in (-1, 0, 1, 2)
-                ]
+                grids += [{first: max(rows // inner + d, 0), **fixed} for d in (-1, 0, 1, 2)]
             grids += [{first: t, **fixed} for t in (1, 2, 3, *self.pair.dims[first].production)]
         seen = set()
         for i, dims in enumerate(grids):
@@ -279,7 +283,12 @@ class Lanes:
                 skipped.append(key)
                 continue
             plan.explicit.append(
-                _case(self.base, self.pair, point, fill=Fill(strategies.FILLS[i % len(strategies.FILLS)], self.seed + i))
+                _case(
+                    self.base,
+                    self.pair,
+                    point,
+                    fill=Fill(strategies.FILLS[i % len(strategies.FILLS)], self.seed + i),
+                )
             )
         if self.profile.name == "dev":
             plan.explicit = plan.explicit[:: max(1, len(plan.explicit) // 60)]
@@ -288,11 +297,15 @@ class Lanes:
             if others:
                 empties.append(dict.fromkeys(others, 0))
             for dims in empties:
-                plan.explicit.append(_case(self.base, self.pair, {**point, **self._dims(3, **dims)}))
+                plan.explicit.append(
+                    _case(self.base, self.pair, {**point, **self._dims(3, **dims)})
+                )
         for point in _outside(self.pair):
             dims = self._dims(6)
             plan.explicit.append(_case(self.base, self.pair, {**point, **dims}))
-        fitting = [k for k in skipped if self.pair.rows({**inside[0], **dict(k)}) <= self.largest_rows]
+        fitting = [
+            k for k in skipped if self.pair.rows({**inside[0], **dict(k)}) <= self.largest_rows
+        ]
         if fitting:
             most = max(fitting, key=lambda k: self.pair.rows({**inside[0], **dict(k)}))
             skipped.remove(most)
@@ -309,7 +322,7 @@ class Lanes:
 
     def _strides(self, plan: Plan) -> None:
         for point in _domain(self.pair):
-            dims = self._dims(37, **{n: 3 for n in list(self.pair.dims)[1:]})
+            dims = self._dims(37, **dict.fromkeys(list(self.pair.dims)[1:], 3))
             full = {**point, **dims}
             for o in self.pair.operands(full):
                 for view in (*[View(tuple(p), b) for p, b in o.layouts], *_layouts(o)):
@@ -323,7 +336,7 @@ class Lanes:
         axes = [*_domain(self.pair)]
         axes += [p for p in _outside(self.pair) if self.pair.operands({**p, **self._dims(6)})]
         for point in axes:
-            dims = self._dims(6, **{n: 3 for n in list(self.pair.dims)[1:]})
+            dims = self._dims(6, **dict.fromkeys(list(self.pair.dims)[1:], 3))
             full = {**point, **dims}
             operands = self.pair.operands(full)
             offsets = []
@@ -332,7 +345,9 @@ class Lanes:
                 offsets.append(list(range(0, 32, size)))
             lattice: list[tuple[int, ...]] = []
             if self.profile.lattice and point in [*_domain(self.pair)]:
-                lattice = list(itertools.product(*[o[: 16 if len(o) > 16 else len(o)] for o in offsets]))
+                lattice = list(
+                    itertools.product(*[o[: min(len(o), 16)] for o in offsets])
+                )
             for i, own in enumerate(offsets):
                 for value in own:
                     lattice.append(tuple(value if j == i else 0 for j in range(len(operands))))
@@ -354,7 +369,7 @@ class Lanes:
                             pitches[outer] += extra * (dense[outer] // dense[d])
                         view = ((o.name, View(tuple(pitches))),)
                         plan.explicit.append(_case(self.base, self.pair, full, views=view))
-        plan.least = {k: 16 for k in self._each_axis(1)}
+        plan.least = dict.fromkeys(self._each_axis(1), 16)
         if not self.profile.lattice:
             plan.left_out.append("combinations of two operands' offsets (each alone was run)")
 
@@ -363,12 +378,14 @@ class Lanes:
         first = next(iter(self.pair.dims))
         for point in _domain(self.pair):
             # Input offsets past 2^31 and 2^32 elements, by pitch alone: few rows are touched.
-            dims = {**self._dims(0, **{n: 2 for n in list(self.pair.dims)[1:]}), first: 18}
+            dims = {**self._dims(0, **dict.fromkeys(list(self.pair.dims)[1:], 2)), first: 18}
             full = {**point, **dims}
             for o in self.pair.operands(full):
                 needed = dims[first] * pitch * DTYPES[o.dtype].itemsize
                 if self.target.cuda and 3 * needed > self.target.memory_bytes:
-                    plan.left_out.append(f"{o.name} by a pitch of 2^28 (needs {3 * needed >> 30} GiB)")
+                    plan.left_out.append(
+                        f"{o.name} by a pitch of 2^28 (needs {3 * needed >> 30} GiB)"
+                    )
                     continue
                 dense = dense_pitches(o.shape)
                 view = ((o.name, View((pitch, *dense[1:]))),)
@@ -422,9 +439,9 @@ class Lanes:
         others = list(self.pair.dims)[1:]
         for mode in modes:
             for i, point in enumerate(_domain(self.pair)):
-                sizes = [self._dims(37, **{n: 3 for n in others})]
+                sizes = [self._dims(37, **dict.fromkeys(others, 3))]
                 if self.marks and max(self.marks) + 64 < self.drawn_rows and mode != "hog":
-                    sizes.append(self._dims(max(self.marks) + 30, **{n: 12 for n in others}))
+                    sizes.append(self._dims(max(self.marks) + 30, **dict.fromkeys(others, 12)))
                 for dims in sizes:
                     fill = Fill("near" if i % 2 else "bits", self.seed + i)
                     plan.explicit.append(

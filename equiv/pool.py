@@ -39,7 +39,7 @@ SLOWEST_ROWS_PER_S = 20_000.0
 """A candidate slower than this on a large case is reported as hanging."""
 
 
-class Unavailable(Exception):  # noqa: N818 - a state, not an error
+class Unavailable(Exception):
     """A candidate that can't run on this machine."""
 
 

@@ -52,7 +52,9 @@ def repro(line: str, *, library: str | None = None, ledger_path: Path | None = N
         device=device,
         library=library,
         entries=tuple(
-            e for e in entries if e.applies(pair.name, case.candidate, device, versions)
+            e
+            for e in entries
+            if e.applies(pair.name, case.candidate, device, versions)
             or (e.against == "oracle" and e.applies(pair.name, "stock", device, versions))
         ),
         environment=tuple(known.cpu_environment.items()) if known and device == "cpu" else (),

@@ -121,7 +121,9 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
             continue
         devices = pair.candidates[name].devices
         if device.partition(":")[0] not in devices:
-            msg = f"candidate {name!r} runs on {', '.join(devices)} alone, and the device is {device}"
+            msg = (
+                f"candidate {name!r} runs on {', '.join(devices)} alone, and the device is {device}"
+            )
             raise UsageError(msg)
     return pair, campaign.Options(
         pair=pair,
@@ -137,7 +139,9 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
 
 
 def judge(
-    found: Sequence[evidence.Candidate], asked: Sequence[str], reference: Sequence[evidence.LedgerUse]
+    found: Sequence[evidence.Candidate],
+    asked: Sequence[str],
+    reference: Sequence[evidence.LedgerUse],
 ) -> tuple[str, ExitCode]:
     """Return the verdict and exit code of candidates.
 

@@ -160,9 +160,15 @@ def bytes_(
     if deadline(empty):
         return empty
     held = contents(pair, case)
-    everything = [
-        (name, int(i), int(flat[i])) for name, (flat, _) in held.items() for i in np.flatnonzero(flat)
-    ] if sum(len(f) for f, _ in held.values()) <= MAX_ELEMENTS else []
+    everything = (
+        [
+            (name, int(i), int(flat[i]))
+            for name, (flat, _) in held.items()
+            for i in np.flatnonzero(flat)
+        ]
+        if sum(len(f) for f, _ in held.values()) <= MAX_ELEMENTS
+        else []
+    )
     for start in (_sources(pair, case, held, at), everything):
         if start and deadline(empty.with_(overrides=tuple(start))):
             fewest = _fewest(empty, start, deadline)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Draw = Callable[[st.SearchStrategy[Any]], Any]
 
+
 @cache
 def integers(low: int, high: int) -> st.SearchStrategy[int]:
     """Integers from ``low`` to ``high``, made once: building strategies costs more than drawing."""
@@ -47,9 +48,7 @@ def domain_points(pair: OpPair) -> tuple[tuple[tuple[str, Any], ...], ...]:
     return tuple(tuple(p.items()) for p in points_ if pair.valid(p))
 
 
-def points(
-    draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int
-) -> dict[str, Any]:
+def points(draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int) -> dict[str, Any]:
     """Draw a point: axes, and dimensions whose product comes near a mark or is log-uniform.
 
     ``marks`` are row counts at which a launch plan changes. Every dimension but the first is

@@ -108,7 +108,9 @@ def _start(pipe: Connection, spec: WorkerSpec) -> Any:
             pipe.send(Hello(ready=False, unavailable=str(e)))
         else:
             traceback.print_exc()
-            pipe.send(Hello(ready=False, usage=f"candidate {spec.candidate!r}: {type(e).__name__}: {e}"))
+            pipe.send(
+                Hello(ready=False, usage=f"candidate {spec.candidate!r}: {type(e).__name__}: {e}")
+            )
         return None
     pipe.send(Hello(ready=True))
     return executor
@@ -151,7 +153,9 @@ def _failure(error: Exception, executor: Any, case: Case) -> Any:
     if "CUDA error" in text or type(error).__name__ in {"AcceleratorError", "OutOfMemoryError"}:
         kind = "out_of_memory" if "out of memory" in text else "crash"
         if kind == "crash":
-            return Result(_lost_or_left(), f"{type(error).__name__}: {text}", raised_in=executor.loaded.name)
+            return Result(
+                _lost_or_left(), f"{type(error).__name__}: {text}", raised_in=executor.loaded.name
+            )
         return DoesNotFit(f"case {case} doesn't fit on the device: {text}")
     traceback.print_exc()
     sys.stderr.flush()

@@ -200,9 +200,7 @@ class KVPack:
         )
         return {"k": k, "v": v}
 
-    def layout(
-        self, inputs: Mapping[str, Any], point: Point
-    ) -> Mapping[str, np.ndarray[Any, Any]]:
+    def layout(self, inputs: Mapping[str, Any], point: Point) -> Mapping[str, np.ndarray[Any, Any]]:
         """Move input elements to where the outputs have them, unconverted."""
         del point
         kv, pe = inputs["kv_nope"], inputs["k_pe"]

@@ -1,0 +1,420 @@
+"""Run one lane of one candidate: enumerated cases, hypothesis's draws, findings shrunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import shlex
+import statistics
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import find
+from hypothesis.errors import Flaky, NoSuchExample
+
+from equiv import evidence, shrink
+from equiv.domain import claim_of
+from equiv.errors import DoesNotFit
+from equiv.lanes import Lanes, Plan, Target, kinds_of
+from equiv.profiles import Profile, settings_of
+from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from equiv.case import Case
+    from equiv.ledger import Entry, Seen
+    from equiv.pairs import OpPair
+    from equiv.pool import Worker
+
+MAX_SIGNATURES = 6
+"""Different findings after which a lane stops: one kernel rarely has more bugs worth telling apart."""
+
+LOST_WORKERS = {"cpu": 40, "cuda": 8}
+"""Workers lost to undeclared crashes and hangs after which a lane stops."""
+
+SAMPLES = 12
+"""Cases recorded with their hashes, for each lane."""
+
+LEAST_DRAWS = 40
+"""Draws that a lane makes even where its time is over, on a slow or busy machine."""
+
+CONFIRMATIONS = 3
+"""Cases of a declared crash that are launched to see that it is still there."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a campaign runs, on what, and how much."""
+
+    pair: OpPair
+    target: Target
+    profile: Profile
+    seed: int
+    lanes: tuple[str, ...]
+    entries: tuple[Entry, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    library: str | None = None
+    paths: tuple[str, ...] = ()
+    threads: int = 1
+    first_finding_only: bool = False
+    shrink: bool = True
+    drawn_only: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def silent(candidate: str, lane: str, done: int, total: int) -> None:
+    del candidate, lane, done, total
+
+
+def repro_command(case: Case, options: Options) -> str:
+    """Return the one command that repeats a case."""
+    words = ["bytegate", "equiv", "repro", str(case)]
+    if options.library:
+        words += ["--library", options.library]
+    return shlex.join(words)
+
+
+class Stopped(Exception):
+    """The whole run is being stopped."""
+
+
+class _Stop(Exception):
+    """A lane has seen enough."""
+
+
+class LaneRun:
+    """One lane of one candidate, while it runs."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        lanes: Lanes,
+        options: Options,
+        seen: dict[str, Seen],
+        progress: Callable[[str, str, int, int], None],
+    ) -> None:
+        self.worker = worker
+        self.plan = plan
+        self.lanes = lanes
+        self.options = options
+        self.seen = seen
+        self.progress = progress
+        self.statuses: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.layouts: Counter[str] = Counter()
+        self.rows: list[int] = []
+        self.ranges: dict[str, tuple[int, int]] = {}
+        self.enumerated = self.drawn = self.skipped = 0
+        self.oracle_checked = self.guarded = self.bytes_compared = 0
+        self.samples: list[evidence.Sample] = []
+        self.found: dict[tuple[str, str], tuple[Case, Result, int]] = {}
+        self.occurrences: Counter[tuple[str, str]] = Counter()
+        self.findings: list[evidence.Finding] = []
+        self.missing: list[str] = []
+        self.start = time.monotonic()
+        self.lost = 0
+        draws = options.profile.draws.get(plan.lane, 0)
+        self.draws = draws if plan.drawn is not None else 0
+        self.total = len(plan.explicit) + self.draws
+        self._random = random.Random(options.seed)
+
+    # -- one case ---------------------------------------------------------------------
+
+    def run(self, case: Case, *, drawn: bool) -> Result:
+        """Run a case and count it."""
+        if self.options.stop.is_set():
+            msg = "stopped, as another campaign was"
+            raise Stopped(msg)
+        try:
+            result = self.worker.run(case)
+        except DoesNotFit as e:
+            self.missing.append(str(e))
+            return Result(UNDEFINED)
+        if drawn:
+            self.drawn += 1
+        else:
+            self.enumerated += 1
+        point = dict(case.point)
+        rows = self.options.pair.rows(point)
+        self.rows.append(rows)
+        for name in self.options.pair.dims:
+            value = int(point[name])
+            low, high = self.ranges.get(name, (value, value))
+            self.ranges[name] = (min(low, value), max(high, value))
+        low, high = self.ranges.get("rows", (rows, rows))
+        self.ranges["rows"] = (min(low, rows), max(high, rows))
+        for kind in kinds_of(self.options.pair, case, self.lanes.marks):
+            self.kinds[kind] += 1
+        self.statuses[result.status] += 1
+        self.oracle_checked += result.oracle_checked
+        self.guarded += result.outputs_guarded
+        self.bytes_compared += result.bytes_compared
+        for name in result.layouts:
+            self.layouts[name] += 1
+        account(self.seen, result)
+        self._sample(case, result)
+        if result.failed:
+            self.occurrences[result.signature] += 1
+            if result.status in {"crash", "hang"}:
+                self.lost += 1
+        done = self.enumerated + self.drawn
+        if done % 16 == 0 or done == self.total:
+            self.progress(case.candidate, self.plan.lane, done, self.total)
+        return result
+
+    def _sample(self, case: Case, result: Result) -> None:
+        if result.failed or not result.input_hash:
+            return
+        sample = evidence.Sample(str(case), result.status, result.input_hash, result.output_hash)
+        count = self.enumerated + self.drawn
+        if len(self.samples) < SAMPLES:
+            self.samples.append(sample)
+        else:
+            at = self._random.randrange(count)
+            if at < SAMPLES:
+                self.samples[at] = sample
+
+    # -- the lane ---------------------------------------------------------------------
+
+    def go(self) -> evidence.Lane:
+        """Run the lane."""
+        try:
+            self._explicit()
+            self._drawn()
+        except _Stop as stop:
+            self.missing.append(str(stop))
+        return self.report()
+
+    def _explicit(self) -> None:
+        limit = 20 * self.options.profile.lane_seconds
+        for case in self.plan.explicit:
+            if self._declared_crash(case):
+                self.skipped += 1
+                continue
+            if time.monotonic() - self.start > limit:
+                left = len(self.plan.explicit) - self.enumerated - self.skipped
+                self.missing.append(f"{left} enumerated cases after {limit:.0f} s")
+                return
+            result = self.run(case, drawn=False)
+            if result.failed and result.signature not in self.found:
+                self._finding(case, result, enumerated=True)
+            self._enough()
+
+    def _declared_crash(self, case: Case) -> bool:
+        """Whether a ledger entry says that this case kills its process, and that was confirmed."""
+        for e in self.worker.spec.entries:
+            if e.kind in {"crash", "hang"} and self.seen[e.id].cases >= CONFIRMATIONS:
+                claim = claim_of(self.options.pair, case)
+                if e.covers_case(claim.point, aligned=claim.aligned):
+                    return True
+        return False
+
+    def _drawn(self) -> None:
+        if self.plan.drawn is None or not self.draws:
+            return
+        profile = self.options.profile
+        end = time.monotonic() + profile.lane_seconds
+        last = time.monotonic() + 6 * profile.lane_seconds
+        few = min(self.draws, LEAST_DRAWS)
+
+        def over() -> bool:
+            """Whether to stop: at the lane's time, and later only for the sake of a few draws."""
+            now = time.monotonic()
+            return self.drawn >= self.draws or now > (end if self.drawn >= few else last)
+
+        round_ = 0
+        while not over():
+            known = set(self.found)
+            first: list[tuple[Case, Result]] = []
+            deadline = [math.inf]
+            failing: dict[str, Result] = {}
+
+            def fails(
+                case: Case,
+                known: set[tuple[str, str]] = known,
+                first: list[Any] = first,
+                deadline: list[float] = deadline,
+                failing: dict[str, Result] = failing,
+            ) -> bool:
+                line = str(case)
+                if line in failing:
+                    return True
+                if first:  # hypothesis is shrinking
+                    if time.monotonic() > deadline[0]:
+                        return False
+                    result = self.worker.run(case)
+                    if result.status in {"crash", "hang"}:
+                        self.lost += 1
+                    same = result.failed and result.signature == first[0][1].signature
+                else:
+                    if over():
+                        return False
+                    if self._declared_crash(case):
+                        self.skipped += 1
+                        return False
+                    result = self.run(case, drawn=True)
+                    same = result.failed and result.signature not in known
+                    if same:
+                        first.append((case, result))
+                        seconds = profile.shrink_seconds if self.options.shrink else 0.0
+                        slow = result.status == "hang" or (
+                            result.status == "crash" and self.options.target.cuda
+                        )
+                        deadline[0] = time.monotonic() + (seconds if not slow else 0.0)
+                if same:
+                    failing[line] = result
+                return bool(same)
+
+            options = settings_of(profile, max(self.draws - self.drawn, 1))
+            key = f"{self.options.pair.name}/{self.lanes.base.candidate}/{self.plan.lane}/{self.options.target.device}"
+            minimal: Case | None = None
+            try:
+                minimal = find(
+                    self.plan.drawn,
+                    fails,
+                    settings=options,
+                    random=Random(self.options.seed * 1_000 + round_),
+                    database_key=key.encode(),
+                )
+            except NoSuchExample:
+                pass
+            except Flaky:
+                pass
+            round_ += 1
+            if not first:
+                break
+            case, result = first[0]
+            if minimal is not None and str(minimal) in failing:
+                best, best_result = minimal, failing[str(minimal)]
+            else:
+                best, best_result = case, result
+            self._finding(case, result, enumerated=False, best=best, best_result=best_result)
+            self._enough()
+
+    def _enough(self) -> None:
+        if self.found and self.options.first_finding_only:
+            msg = "stopped at the first finding, as asked"
+            raise _Stop(msg)
+        if len(self.found) >= MAX_SIGNATURES:
+            msg = f"stopped after {MAX_SIGNATURES} different findings"
+            raise _Stop(msg)
+        if self.lost > LOST_WORKERS["cuda" if self.options.target.cuda else "cpu"]:
+            msg = f"stopped after {self.lost} lost workers"
+            raise _Stop(msg)
+
+    # -- findings ---------------------------------------------------------------------
+
+    def _finding(
+        self,
+        case: Case,
+        result: Result,
+        *,
+        enumerated: bool,
+        best: Case | None = None,
+        best_result: Result | None = None,
+    ) -> None:
+        """Shrink a failure and record it."""
+        best, best_result = best or case, best_result or result
+        signature = result.signature
+        self.found[signature] = (case, result, self.enumerated + self.drawn)
+        results: dict[str, Result] = {str(best): best_result}
+        costly = result.status == "hang" or (result.status == "crash" and self.options.target.cuda)
+
+        def fails(c: Case) -> bool:
+            again = self.worker.run(c)
+            if again.status in {"crash", "hang"}:
+                self.lost += 1
+            results[str(c)] = again
+            return again.failed and again.signature == signature
+
+        set_elements: int | None = None
+        if self.options.shrink and not costly:
+            pair, seconds = self.options.pair, self.options.profile.shrink_seconds
+            if enumerated:
+                options = settings_of(self.options.profile, 60)
+                best = shrink.structure(pair, best, fails, seconds, options)
+            d = results[str(best)].difference if str(best) in results else None
+            at = (d.output, d.index) if d else None
+            if shrink.affordable(pair, best):
+                best = shrink.bytes_(pair, best, fails, seconds, at)
+            if best.fill.kind == "zero":
+                set_elements = len(best.overrides)
+        best_result = results.get(str(best), best_result)
+        self.findings.append(
+            evidence.Finding(
+                lane=self.plan.lane,
+                kind=best_result.status,
+                case=str(best),
+                found=str(case),
+                after_cases=self.enumerated + self.drawn,
+                detail=best_result.detail,
+                voices=best_result.voices,
+                raised_in=best_result.raised_in,
+                repro=repro_command(best, self.options),
+                occurrences=0,
+                set_elements=set_elements,
+            )
+        )
+
+    def report(self) -> evidence.Lane:
+        """Return what the lane did."""
+        findings = [
+            dataclasses.replace(f, occurrences=self.occurrences[s])
+            for f, s in zip(self.findings, self.found, strict=True)
+        ]
+        cases = self.enumerated + self.drawn
+        missing = list(self.missing)
+        for kind, least in self.plan.least.items():
+            if self.kinds[kind] < least:
+                missing.append(f"{kind}: {self.kinds[kind]} of {least}")
+        state = "failed" if findings else "not covered" if missing or not cases else "passed"
+        clean = self.drawn and not findings
+        left_out = list(self.plan.left_out)
+        if self.skipped:
+            left_out.append(
+                f"{self.skipped} cases whose crash the ledger declares, not launched again"
+            )
+        return evidence.Lane(
+            lane=self.plan.lane,
+            state=state,
+            cases=cases,
+            enumerated=self.enumerated,
+            drawn=self.drawn,
+            equal=self.statuses[EQUAL],
+            refused=self.statuses[REFUSED],
+            declared=self.statuses[DECLARED],
+            undefined=self.statuses[UNDEFINED],
+            oracle_checked=self.oracle_checked,
+            guarded=self.guarded,
+            bytes_compared=self.bytes_compared,
+            seconds=round(time.monotonic() - self.start, 3),
+            kinds=dict(sorted(self.kinds.items())),
+            least=dict(self.plan.least),
+            ranges=dict(self.ranges),
+            median_rows=int(statistics.median(self.rows)) if self.rows else 0,
+            layouts_differ=dict(self.layouts),
+            missing=missing,
+            left_out=left_out,
+            bound=1 - 0.05 ** (1 / self.drawn) if clean else None,
+            findings=findings,
+            samples=self.samples,
+        )
+
+
+def account(seen: dict[str, Seen], result: Result) -> None:
+    """Add one result's ledger hits."""
+    for name in result.eligible:
+        seen[name].eligible_cases += 1
+    for name in {h.entry for h in result.ledger}:
+        seen[name].cases += 1
+    for hit in result.ledger:
+        seen[hit.entry].elements += hit.elements
+        for key, patterns in hit.patterns.items():
+            seen[hit.entry].patterns.setdefault(key, set()).update(patterns)

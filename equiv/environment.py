@@ -323,6 +323,8 @@ def _suite() -> dict[str, Any]:
         found["commit"] = probe(_git, root, "rev-parse", "HEAD")
         changes = probe(_git, root, "status", "--porcelain", "--untracked-files=no")
         found["dirty"] = changes if changes.startswith("failed") else bool(changes)
+    elif os.environ.get("BYTEGATE_COMMIT"):  # a copy of a checkout: what its owner says it is
+        found["commit"] = os.environ["BYTEGATE_COMMIT"]
     elif name:
         found["commit"] = probe(_installed_commit, name)
     return found

@@ -94,9 +94,8 @@ def is_aligned(operand: Operand, view: View | None) -> bool:
     if view is None:
         return True
     itemsize = DTYPES[operand.dtype].itemsize
-    pitches = [p for n, p in zip(operand.shape, view.pitches, strict=True) if n > 1][:-1]
-    last = operand.shape[-1] if operand.shape else 1
-    bytes_ = [p * itemsize for p in pitches] if last > 1 else []
+    outer = list(zip(operand.shape, view.pitches, strict=True))[:-1]
+    bytes_ = [p * itemsize for n, p in outer if n > 1]
     return all(x % operand.align_bytes == 0 for x in (view.offset_bytes, *bytes_))
 
 
@@ -256,21 +255,42 @@ class Arena:
             (self.buffer[: self.used] != self.pristine[: self.used]).nonzero()[:, 0].cpu().numpy()
         )
         found: list[tuple[str, int]] = []
-        for p in self.placed:
-            before = wrong[(wrong < p.start) & (wrong >= p.start - BAND)]
-            inside = wrong[(wrong >= p.start) & (wrong < p.start + p.span_bytes)]
-            after = wrong[
-                (wrong >= p.start + p.span_bytes) & (wrong < p.start + p.span_bytes + BAND)
-            ]
+        begin = 0
+        for n, p in enumerate(self.placed):
+            end = p.start + p.span_bytes
+            # What lies between two operands belongs to the nearer one's band, all of it.
+            stop = self.used if n + 1 == len(self.placed) else end + BAND
+            before = wrong[(wrong >= begin) & (wrong < p.start)]
+            after = wrong[(wrong >= end) & (wrong < stop)]
+            begin = stop
             if len(before):
                 found.append((f"band before {p.operand.name}", int(before[-1]) - p.start))
-            if len(inside):
-                same = np.array_equal(self.read(self.buffer, p.operand.name), bits[p.operand.name])
-                name = f"gap of {p.operand.name}" if same else p.operand.name
-                if not (p.operand.mutable and not same):
-                    found.append((name, int(inside[0]) - p.start))
+            if ((wrong >= p.start) & (wrong < end)).any():
+                found += self._inside(p, bits[p.operand.name])
             if len(after):
                 found.append((f"band after {p.operand.name}", int(after[0]) - p.start))
+        return found
+
+    def _inside(self, p: Placed, bits: NDArray[Any]) -> list[tuple[str, int]]:
+        """Return what changed within an operand's span: its elements, its gaps."""
+        found = []
+        name = p.operand.name
+        elements = self.read(self.buffer, name)
+        different = elements != bits
+        if different.any() and not p.operand.mutable:
+            index = np.unravel_index(int(np.argmax(different)), different.shape)
+            at = sum(int(i) * s for i, s in zip(index, p.pitches, strict=True))
+            bit = int(elements[index]) ^ int(bits[index])
+            low = (bit & -bit).bit_length() - 1  # of a little-endian element
+            found.append((name, at * p.dtype.itemsize + low // 8))
+        if p.gaps:
+            span = slice(p.start, p.start + p.span_bytes)
+            kept = self.pristine[span].clone()
+            self._integers(self.pristine, p).copy_(self._integers(self.buffer, p))
+            gap = (self.buffer[span] != self.pristine[span]).nonzero()[:, 0]
+            self.pristine[span].copy_(kept)
+            if len(gap):
+                found.append((f"gap of {name}", int(gap[0])))
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -339,14 +359,14 @@ class OutputArena:
         assert self._buffer is not None
         at = 0
         for i, s in enumerate(self.served):
-            for begin, end, origin in (
-                (at, s.start, s.start),
-                (s.start + s.size, s.start + s.size + BAND, s.start + s.size),
+            for begin, end, origin, nearest in (
+                (at, s.start, s.start, -1),
+                (s.start + s.size, s.start + s.size + BAND, s.start + s.size, 0),
             ):
                 band = self._buffer[begin:end]
                 if not self._untouched(band):
                     wrong = (band != self.colour).nonzero()[:, 0]
-                    return i, begin + int(wrong[0]) - origin
+                    return i, begin + int(wrong[nearest]) - origin
             at = s.start + s.size + BAND
         return None
 

@@ -92,7 +92,20 @@ def _entries(text: str) -> list[str]:
 
 
 def _number(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"\d+", text) else text
+    return _count(text) if re.fullmatch(r"\d+", text) else text
+
+
+def _count(text: str) -> int:
+    """Read an integer from 0 to 2^63 - 1."""
+    if not re.fullmatch(r"\d{1,19}", text) or int(text) >= 1 << 63:
+        raise ValueError(f"{text!r} is no integer from 0 to 2^63 - 1")
+    return int(text)
+
+
+def _once(names: list[str]) -> None:
+    doubled = [n for n in names if names.count(n) > 1]
+    if doubled:
+        raise ValueError(f"{doubled[0]!r} stands twice")
 
 
 def parse(line: str) -> Case:
@@ -118,20 +131,26 @@ def parse(line: str) -> Case:
         for entry in _entries(point_text):
             key, value = entry.split("=")
             point.append((key, _number(value)))
+        _once([k for k, _ in point])
         where = "views"
         views = []
         for entry in _entries(views_text):
             key, value = entry.split("=")
             pitches, offset = value.split("+")
-            views.append((key, View(tuple(int(p) for p in pitches.split(".")), int(offset))))
+            steps = tuple(_count(p) for p in pitches.split(".")) if pitches else ()
+            views.append((key, View(steps, _count(offset))))
+        _once([k for k, _ in views])
         where = "fill"
-        kind, seed = fill_text.split(".")
+        kind, seed_text = fill_text.split(".")
+        seed = _count(seed_text)
         where = "set"
         overrides = []
         for entry in _entries(set_text):
             target, bits = entry.split(":")
             operand, index = target.rsplit(".", 1)
-            overrides.append((operand, int(index), int(bits, 16)))
+            if not re.fullmatch(r"[0-9a-f]{1,16}", bits):
+                raise ValueError(f"{bits!r} is no hexadecimal number")
+            overrides.append((operand, _count(index), int(bits, 16)))
         where = "names"
         for word in (parts[0], device.replace(":", "_"), lane, kind, mode, *(k for k, _ in point)):
             if not _WORD.match(word):
@@ -143,7 +162,7 @@ def parse(line: str) -> Case:
             lane=lane,
             point=tuple(point),
             views=tuple(views),
-            fill=Fill(kind, int(seed)),
+            fill=Fill(kind, seed),
             mode=mode,
             overrides=tuple(overrides),
         )

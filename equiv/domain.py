@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,22 @@ from equiv.arena import is_aligned
 from equiv.dtypes import DTYPES
 from equiv.errors import UsageError
 from equiv.fills import ALL_KINDS
+from equiv.modes import CUDA_MODES, MODES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from equiv.case import Case
     from equiv.pairs import Operand, OpPair
+
+MAX_ELEMENTS = 1 << 40
+"""Elements of one tensor, beyond which no host has the memory."""
+
+MAX_OFFSET = 1 << 30
+"""Bytes of offset that a base may have."""
+
+LANE_NAMES = ("patterns", "shapes", "strides", "alignment", "sizes", "modes")
+"""The lanes that a case may name; ``equiv.lanes`` describes them."""
 
 MAX_SPAN = 1 << 46
 """Elements that a view may span at the most: beyond it no address space has room."""
@@ -55,7 +66,14 @@ def claim_of(pair: OpPair, case: Case) -> Claim:
     if not pair.valid(point):
         msg = f"case {case}: pair {pair.name} has no such combination of axes"
         raise UsageError(msg)
+    if case.mode not in MODES or (case.mode in CUDA_MODES and not case.device.startswith("cuda")):
+        what = "needs a GPU" if case.mode in MODES else f"is unknown; known: {', '.join(MODES)}"
+        raise UsageError(f"case {case}: mode {case.mode!r} {what}")
+    if case.lane not in LANE_NAMES:
+        raise UsageError(f"case {case}: unknown lane {case.lane!r}; known: {', '.join(LANE_NAMES)}")
     operands = pair.operands(point)
+    if max(math.prod(t.shape) for t in (*operands, *pair.outputs(point))) > MAX_ELEMENTS:
+        raise UsageError(f"case {case}: an operand or output has more than 2^40 elements")
     by_name = {o.name: o for o in operands}
     views = dict(case.views)
     for name, view in views.items():
@@ -65,6 +83,8 @@ def claim_of(pair: OpPair, case: Case) -> Claim:
         if view.offset_bytes % DTYPES[by_name[name].dtype].itemsize:
             msg = f"case {case}: offset {view.offset_bytes} of {name} isn't a multiple of its element size"
             raise UsageError(msg)
+        if view.offset_bytes > MAX_OFFSET:
+            raise UsageError(f"case {case}: the offset of {name} is more than 2^30 bytes")
         if sum(n * p for n, p in zip(by_name[name].shape, view.pitches, strict=True)) > MAX_SPAN:
             msg = f"case {case}: the view of {name} spans more than 2^46 elements"
             raise UsageError(msg)

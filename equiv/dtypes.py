@@ -84,7 +84,8 @@ def decode(bits: int, dtype: DType) -> float:
     ``(-1)^s * 2^(e - bias) * (1 + m / 2^M)``, or ``(-1)^s * 2^(1 - bias) * m / 2^M`` where e = 0.
     """
     if not dtype.is_float:
-        return float(bits)
+        signed = dtype.torch_name.startswith("int") and bits >> (8 * dtype.itemsize - 1)
+        return float(bits - (1 << 8 * dtype.itemsize) if signed else bits)
     e_bits, m_bits = dtype.exponent_bits, dtype.mantissa_bits
     sign = -1.0 if bits >> (e_bits + m_bits) & 1 else 1.0
     exponent = bits >> m_bits & ((1 << e_bits) - 1)
@@ -106,7 +107,7 @@ def describe(bits: int, dtype: DType) -> str:
     width = 2 * dtype.itemsize
     text = f"{bits:0{width}x}"
     if not dtype.is_float:
-        return f"{text} ({bits})"
+        return f"{text} ({decode(bits, dtype):.0f})"
     value = decode(bits, dtype)
     negative = bits >> (dtype.exponent_bits + dtype.mantissa_bits) & 1
     if value != value:  # noqa: PLR0124 - NaN is the one value unequal to itself

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equiv.errors import UsageError
+from equiv.errors import BytegateError, UsageError
 
 SCHEMA = "bytegate.equiv"
 SCHEMA_VERSION = 1
@@ -228,6 +228,51 @@ class FaultsEvidence:
     validated: bool = field(default=False)
 
 
+VERDICTS = {"PASS": 0, "FAIL": 1, "NOT COVERED": 4}
+STATES = ("passed", "failed", "not covered")
+
+
+def contradictions(made: Any) -> list[str]:
+    """Say what in evidence can't be true together: verdicts and exit codes, counts and sums."""
+    wrong = []
+    if VERDICTS.get(made.verdict) != made.exit_code:
+        wrong.append(f"verdict {made.verdict!r} with exit_code {made.exit_code}")
+    if isinstance(made, FaultsEvidence):
+        missed = [r.id for r in made.faults if r.outcome == "missed"]
+        if made.verdict == "PASS" and (missed or made.false_alarms.get("alarms")):
+            wrong.append(f"verdict PASS with missed faults {', '.join(missed)} or false alarms")
+        return wrong
+    failed = False
+    for c in made.candidates:
+        failed = failed or c.state == "failed"
+        if c.state not in STATES:
+            wrong.append(f"candidates.{c.name}.state {c.state!r}")
+        for x in c.lanes:
+            wrong += [f"candidates.{c.name}.lanes.{w}" for w in _lane_contradictions(x)]
+        if c.state == "passed" and any(x.state != "passed" for x in c.lanes):
+            wrong.append(f"candidates.{c.name} passed, and a lane of it didn't")
+    if made.verdict == "PASS" and failed:
+        wrong.append("verdict PASS with a candidate that failed")
+    return wrong
+
+
+def _lane_contradictions(x: Lane) -> list[str]:
+    wrong = []
+    if x.state not in STATES:
+        wrong.append(f"{x.lane}.state {x.state!r}")
+    counts = (x.cases, x.enumerated, x.drawn, x.equal, x.refused, x.declared, x.undefined)
+    if min(*counts, x.bytes_compared, x.oracle_checked, x.guarded) < 0:
+        wrong.append(f"{x.lane}: a count below 0")
+    if x.cases != x.enumerated + x.drawn:
+        wrong.append(f"{x.lane}: cases {x.cases}, enumerated and drawn {x.enumerated + x.drawn}")
+    passing = x.equal + x.refused + x.declared + x.undefined
+    if passing > x.cases or (not x.findings and passing != x.cases):
+        wrong.append(f"{x.lane}: {passing} outcomes that pass of {x.cases} cases")
+    if bool(x.findings) != (x.state == "failed"):
+        wrong.append(f"{x.lane}: state {x.state!r} with {len(x.findings)} findings")
+    return wrong
+
+
 def _adapter(kind: type) -> Any:
     try:
         import pydantic
@@ -271,6 +316,9 @@ def check_folder(folder: Path) -> None:
 
 def write(path: Path, evidence: Any) -> None:
     """Write evidence to a file whole or not at all, checked by pydantic where it is installed."""
+    wrong = contradictions(evidence)
+    if wrong:
+        raise BytegateError(f"refusing to write evidence that contradicts itself: {wrong[0]}")
     adapter = _adapter(type(evidence))
     value = dataclasses.replace(evidence, validated=adapter is not None)
     text = json.dumps(dataclasses.asdict(value), indent=1, allow_nan=False)
@@ -306,7 +354,7 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
         raise UsageError(msg)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         msg = f"can't read the evidence {path}: {e}"
         raise UsageError(msg) from None
     wanted = kind.__dataclass_fields__["schema"].default  # type: ignore[attr-defined]
@@ -315,11 +363,15 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
         msg = f"{path} is of schema {found}, expected {wanted} version {SCHEMA_VERSION}"
         raise UsageError(msg)
     try:
-        return adapter.validate_python(raw)
+        made = adapter.validate_json(json.dumps(raw), strict=True)
     except ValueError as e:
         first = str(e).splitlines()
         msg = f"the evidence {path} is damaged: {' '.join(x.strip() for x in first[:3])}"
         raise UsageError(msg) from None
+    wrong = contradictions(made)
+    if wrong:
+        raise UsageError(f"the evidence {path} contradicts itself: {'; '.join(wrong[:3])}")
+    return made
 
 
 def read_any(path: Path) -> Any:
@@ -332,7 +384,7 @@ def read_any(path: Path) -> Any:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         msg = f"can't read the evidence {path}: {e}"
         raise UsageError(msg) from None
     faults = isinstance(raw, dict) and raw.get("schema") == "bytegate.faults"

@@ -66,9 +66,10 @@ def special_patterns(dtype: DType) -> tuple[int, ...]:
     greatest numbers, and for each power of two from 2^-11 to 2^9 the ties of e4m3 around it.
     """
     e, m = dtype.exponent_bits, dtype.mantissa_bits
-    sign = 1 << (e + m)
     if not dtype.is_float:
-        return (0, 1, sign - 1, sign)
+        top_bit = 1 << (8 * dtype.itemsize - 1)
+        return (0, 1, top_bit - 1, top_bit, 2 * top_bit - 1)
+    sign = 1 << (e + m)
     top = ((1 << e) - 1) << m
     bias = (1 << (e - 1)) - 1
     found = {

@@ -11,18 +11,18 @@ from equiv import compare
 from equiv.arena import COLOURS
 from equiv.dtypes import DTYPES
 from equiv.ledger import elements_covered
-from equiv.result import DECLARED, LedgerHit, Result
+from equiv.result import LedgerHit, Result
 from equiv.snapshots import unsigned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from equiv.compare import Difference
     from equiv.execute import CaseRun
     from equiv.ledger import Entry
-    from equiv.pairs import Operand
+    from equiv.pairs import Operand, Output
     from equiv.snapshots import Snapshot
 
 LARGE_BYTES = 1 << 28
@@ -159,48 +159,59 @@ class Judge:
 
     # -- what went wrong -------------------------------------------------------------
 
+    def undeclared(
+        self, expected: Snapshot, actual: Snapshot, hits: list[LedgerHit]
+    ) -> Iterator[tuple[str, slice, NDArray[Any], NDArray[Any], NDArray[np.bool_]]]:
+        """Yield each part of an output that differs otherwise than the ledger declares.
+
+        Yields
+        ------
+        Name, part of the first dimension, expected and actual bits of it, mask of what is left.
+
+        """
+        for name in sorted(expected):
+            for w in self.chunks(name):
+                e, a = unsigned(expected[name][w]), unsigned(actual[name][w])
+                mask = compare.differing(e, a)
+                if mask is None:
+                    continue
+                inputs, point = self.part(w)
+                left = self.declare(name, inputs, point, e, a, mask, self.run.x.entries, hits)
+                if left.any():
+                    yield name, w, e, a, left
+
+    def all_declared(self, expected: Snapshot, actual: Snapshot, hits: list[LedgerHit]) -> bool:
+        """Whether every difference is declared; only then are the hits kept."""
+        met: list[LedgerHit] = []
+        if not self.run.x.entries or next(self.undeclared(expected, actual, met), None) is not None:
+            return False
+        hits += met
+        return True
+
     def judge(
         self,
         base: Result,
         seen: list[tuple[Snapshot, Snapshot]],
         oracle: Mapping[str, NDArray[Any]] | None,
     ) -> Result:
-        """Say what the difference is: declared, unwritten, unstable or a divergence."""
-        hits = list(base.ledger)
-        found: Difference | None = None
-        kind = "divergence"
+        """Say what a difference is that the ledger doesn't declare."""
+        expected, actual = seen[0]
+        hits: list[LedgerHit] = []
+        name, w, e, a, left = next(self.undeclared(expected, actual, hits))
+        output = self.run.outputs.get(name) or _as_output(self.run.claim.operands, name)
+        found = compare.summarise(output, e, a, left, w.start)
         voice = ""
-        for expected, actual in seen:
-            for name in sorted(expected):
-                output = self.run.outputs.get(name) or _as_output(self.run.claim.operands, name)
-                for w in self.chunks(name):
-                    e, a = unsigned(expected[name][w]), unsigned(actual[name][w])
-                    mask = compare.differing(e, a)
-                    if mask is None:
-                        continue
-                    inputs, point = self.part(w)
-                    left = self.declare(name, inputs, point, e, a, mask, self.run.x.entries, hits)
-                    if not left.any() or found is not None:
-                        continue
-                    found = compare.summarise(output, e, a, left, w.start)
-                    kind = self.kind_of(name, w, left, seen)
-                    fits = oracle is not None and name in oracle and expected is self.run.expected
-                    if (
-                        oracle is not None
-                        and fits
-                        and oracle[name].shape == self.run.outputs[name].shape
-                    ):
-                        right = int(oracle[name][found.index])
-                        voice = compare.voices(found.expected, found.actual, right)
-        if found is None:
-            return replace(base, status=DECLARED, ledger=tuple(hits))
+        fits = oracle is not None and name in oracle and expected is self.run.expected
+        if oracle is not None and fits and oracle[name].shape == output.shape:
+            right = int(oracle[name][found.index])
+            voice = compare.voices(found.expected, found.actual, right)
         return replace(
             base,
-            status=kind,
+            status=self.kind_of(name, w, left, seen),
             detail=found.sentence(),
             difference=found,
             voices=voice,
-            ledger=tuple(hits),
+            ledger=(*base.ledger, *hits),
         )
 
     def chunks(self, name: str) -> list[slice]:
@@ -247,7 +258,7 @@ class Judge:
         return "divergence" if np.array_equal(a, b) else "unstable"
 
 
-def _as_output(operands: Sequence[Operand], name: str) -> Any:
+def _as_output(operands: Sequence[Operand], name: str) -> Output:
     operand = next(o for o in operands if o.name == name)
 
     @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from equiv import strategies
 from equiv.arena import dense_pitches
 from equiv.case import Case, Fill, View
+from equiv.domain import LANE_NAMES
 from equiv.dtypes import DTYPES
 from equiv.modes import CPU_MODES, CUDA_MODES
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from equiv.pairs import Operand, OpPair
     from equiv.profiles import Profile
 
-LANES = ("patterns", "shapes", "strides", "alignment", "sizes", "modes")
+LANES = LANE_NAMES
 
 DEFAULT_SMS = 132
 """Multiprocessors that launch plans are drawn for where there is no GPU: an H100's or H200's."""

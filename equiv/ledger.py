@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 KINDS = ("bytes", "crash", "raised", "last_error", "hang")
 """What a declared divergence looks like: other bytes, or one of the findings of that name."""
 
+PACKAGES = ("torch", "triton", "vllm", "python", "numpy")
+"""What ``versions`` may speak of: the keys of ``equiv.environment.versions``."""
+
 AGAINST = ("reference", "oracle")
 
 
@@ -145,6 +148,8 @@ class Seen:
 
 def _bytes_of(where: str, value: Any) -> tuple[int, ...]:
     try:
+        if not isinstance(value, list):
+            raise TypeError(value)
         return tuple(int(x, 16) for x in value)
     except (TypeError, ValueError):
         msg = f"{where} must be a list of hex strings such as ['7f', 'ff'], not {value!r}"
@@ -195,10 +200,21 @@ def _entry(raw: Any, where: str) -> Entry:
         if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
             msg = f"{where}: {name} must be a list of strings"
             raise UsageError(msg)
+    unknown_devices = sorted(set(raw["devices"]) - {"cpu", "cuda"})
+    if unknown_devices:
+        raise UsageError(f"{where}: devices must be cpu or cuda, not {', '.join(unknown_devices)}")
+    for name in ("id", "pair", "element", "reason", "reference"):
+        if not isinstance(raw.get(name, ""), str):
+            raise UsageError(f"{where}: {name} must be a string, not {raw[name]!r}")
     case, versions = raw.get("case", {}), raw.get("versions", {})
     if not isinstance(case, dict) or not isinstance(versions, dict):
         msg = f"{where}: case and versions must be tables"
         raise UsageError(msg)
+    strange = sorted(set(versions) - set(PACKAGES))
+    if strange:
+        raise UsageError(
+            f"{where}: versions of {', '.join(strange)} aren't known; expected {', '.join(PACKAGES)}"
+        )
     for specifier in versions.values():
         try:
             SpecifierSet(str(specifier))
@@ -272,12 +288,24 @@ def check_names(entries: Sequence[Entry], pair: Any) -> None:
 
     """
     models = pair.models
+    axes = {**dict.fromkeys(pair.dims), **pair.axes}
     for e in entries:
         if e.pair != pair.name:
             continue
-        if e.element is not None and e.element not in pair.classes:
-            msg = f"ledger entry {e.id}: unknown element class {e.element!r}; pair {pair.name} has {', '.join(pair.classes)}"
-            raise UsageError(msg)
-        if isinstance(e.actual, str) and e.actual not in models:
-            msg = f"ledger entry {e.id}: unknown model {e.actual!r}; pair {pair.name} has {', '.join(models) or 'none'}"
-            raise UsageError(msg)
+        for what, value, known in (
+            ("element class", e.element, pair.classes),
+            ("model", e.actual if isinstance(e.actual, str) else None, models),
+            *[("candidate", c, pair.candidates) for c in e.candidates],
+            *[("axis", a, axes) for a, _ in e.case],
+            *[
+                (f"value of {a}", v, axes[a])
+                for a, values in e.case
+                if axes.get(a) is not None
+                for v in values
+            ],
+        ):
+            if value is not None and value not in known:
+                raise UsageError(
+                    f"ledger entry {e.id}: unknown {what} {value!r}; "
+                    f"pair {pair.name} has {', '.join(map(str, known)) or 'none'}"
+                )

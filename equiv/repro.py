@@ -44,7 +44,7 @@ def repro(line: str, *, library: str | None = None, ledger_path: Path | None = N
     device = find_device(case.device)
     entries = ledger.load(ledger_path)
     ledger.check_names(entries, pair)
-    versions = environment.versions()
+    versions = environment.versions(library)
     known = pair.candidates.get(case.candidate)
     spec = WorkerSpec(
         pair=pair.name,

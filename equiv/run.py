@@ -132,7 +132,7 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
         seed=seed_of(profile, request.seed),
         lanes=lanes,
         entries=entries,
-        versions=environment.versions(),
+        versions=environment.versions(request.library),
         library=request.library,
         paths=tuple(p for p in sys.path if p),
     )

@@ -167,7 +167,6 @@ SLIPS = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="neither parse nor claim_of refuses it")
 @pytest.mark.parametrize("line", SLIPS.values(), ids=SLIPS)
 def test_what_no_case_means_is_refused(line: str) -> None:
     with pytest.raises(UsageError):

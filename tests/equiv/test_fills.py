@@ -151,7 +151,6 @@ def test_special_patterns_hold_every_tie_of_e4m3_and_its_neighbours(name: str) -
     assert by_value[464.0] in found, "the tie between 448 and the overflow"
 
 
-@pytest.mark.xfail(strict=True, reason="the sign bit is taken from the widths of a float")
 @pytest.mark.parametrize("name", ["u8", "i32", "i64"])
 def test_special_patterns_of_integers_are_the_ends_of_their_range(name: str) -> None:
     top = 1 << (8 * DTYPES[name].itemsize - 1)

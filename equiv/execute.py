@@ -159,6 +159,7 @@ class CaseRun:
         self.bytes_compared = 0
         self.layouts: set[str] = set()
         self.wrong_colours: list[int] = []
+        self.wrong_bits: list[dict[str, NDArray[Any]]] = []
         self.declared: list[tuple[Snapshot, Snapshot]] = []
         self.storage: dict[str, NDArray[Any]] = {}
         self.bits: dict[str, NDArray[Any]] = {}
@@ -335,6 +336,7 @@ class CaseRun:
                         continue
                     seen.append((expected, kept))
                     self.wrong_colours.append(colour)
+                    self.wrong_bits.append(self.bits)
                     break
         except Found as f:
             return self.ended(f)
@@ -348,6 +350,7 @@ class CaseRun:
             **self.hashes(),
         )
         if seen:
+            self.bits = self.wrong_bits[0]  # a mode may have gone on to others
             return judge.judge(base, seen, oracle)
         if self.declared:
             base = replace(base, status=DECLARED)

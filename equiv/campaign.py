@@ -105,7 +105,7 @@ def run_candidate(
                 lanes.append(LaneRun(worker, plan, made, options, seen, progress).go())
                 if lanes[-1].findings and options.first_finding_only:
                     break
-            toll = worker.toll
+            toll, guard = worker.toll, worker.guard
     except Unavailable as e:
         return _uncovered(name, str(e)), seen
     patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
@@ -130,7 +130,7 @@ def run_candidate(
             name=name,
             state=state,
             reason="; ".join(reasons),
-            guard=str(proof.get("guard", "")),
+            guard=guard or str(proof.get("guard", "")),
             proof=proof,
             lanes=lanes,
             ledger=uses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from equiv.errors import UsageError
 from equiv.execute import Loaded
+from equiv.guards import global_state
 
 if TYPE_CHECKING:
     from equiv.pairs import OpPair
@@ -54,13 +56,14 @@ def import_function(name: str) -> Any:
             if not path.is_file():
                 msg = f"candidate {name!r}: there is no file {where}"
                 raise UsageError(msg)
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            called = module_name(path)
+            spec = importlib.util.spec_from_file_location(called, path)
             if spec is None or spec.loader is None:
                 msg = f"candidate {name!r}: {where} isn't a Python file"
                 raise UsageError(msg)
             sys.path.insert(0, str(path.parent))
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
+            sys.modules[called] = module
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
@@ -81,6 +84,19 @@ def import_function(name: str) -> Any:
     return found
 
 
+def module_name(path: Path) -> str:
+    """Return the name under which a file is imported: its own, unless another module has that.
+
+    A kernel in a file called ``torch.py`` or ``kvpack.py`` doesn't stand in for those.
+    """
+    other = None
+    if path.stem.isidentifier():
+        with contextlib.suppress(ImportError, ValueError):
+            other = importlib.util.find_spec(path.stem)
+    taken = other is not None and other.origin != str(path)
+    return f"candidate_{path.stem}" if taken else path.stem
+
+
 def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
     """Load a candidate in this process.
 
@@ -92,7 +108,8 @@ def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
     """
     check_name(pair, name)
     if is_own(name):
-        return Loaded(name, import_function(name), "dispatch")
+        state = global_state()
+        return Loaded(name, import_function(name), "dispatch", state=state)
     candidate = pair.candidates[name]
     kernel = candidate.load(device, library if candidate.takes_library else None)
     return Loaded(name, kernel, candidate.guard, candidate.executions, candidate.evidence)

@@ -16,13 +16,19 @@ from equiv.arena import COLOURS, Arena, OutputArena, dense_pitches, same_bytes
 from equiv.domain import Claim, claim_of
 from equiv.dtypes import DTYPES
 from equiv.fills import fill
-from equiv.guards import ServeAllocations, global_state, poisoned_malloc, restore_state, uses_dynamo
+from equiv.guards import (
+    ServeAllocations,
+    compiled_frames,
+    global_state,
+    poisoned_malloc,
+    restore_state,
+)
 from equiv.judge import LARGE_BYTES, Judge
 from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, LedgerHit, Result
 from equiv.snapshots import integers, raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -51,6 +57,7 @@ class Loaded:
     guard : how its outputs are guarded: ``"dispatch"``, ``"out"`` or ``"malloc"``.
     executions : counts runs of the kernel proper, where that can be told.
     evidence : parts of names, one of which a profile of a call must show.
+    state : torch's global state from before it was imported; None where that is no matter.
 
     """
 
@@ -59,6 +66,7 @@ class Loaded:
     guard: str
     executions: Callable[[], int] | None = None
     evidence: tuple[str, ...] = ()
+    state: Mapping[str, Any] | None = None
 
 
 def origin(error: BaseException, module: str) -> str:
@@ -91,7 +99,8 @@ class Executor:
         self.oracle_entries = [e for e in entries if e.against == "oracle"]
         self._arenas: dict[str, tuple[Arena, OutputArena]] = {}
         self.calls = 0
-        self.probed = False
+        # From before the candidate's first call: what that one changes, every later one finds.
+        self.state = dict(loaded.state or global_state())
 
     def run(self, case: Case) -> Result:
         """Run a case; every way in which the candidate can misbehave short of dying is a result."""
@@ -99,13 +108,12 @@ class Executor:
         claim = claim_of(self.pair, case)
         if claim.outcome == UNDEFINED:
             return Result(UNDEFINED)
-        state = global_state()
         try:
             result = CaseRun(self, case, claim).result()
         finally:
-            changed = [k for k, v in global_state().items() if v != state[k]]
+            changed = [k for k, v in global_state().items() if v != self.state[k]]
             if changed:
-                restore_state(state)
+                restore_state(self.state)
         if changed and not result.failed:
             detail = f"changed {', '.join(changed)}"
             result = replace(result, status="global_state", detail=detail)
@@ -114,21 +122,21 @@ class Executor:
             for e in (*self.entries, *self.oracle_entries)
             if e.covers_case(claim.point, aligned=claim.aligned)
         )
-        return replace(result, eligible=eligible, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return replace(result, eligible=eligible, guard=self.loaded.guard, seconds=seconds)
 
-    def probe(self, tensors: Mapping[str, Any], point: Mapping[str, Any]) -> None:
-        """Before the first guarded call, make a bare one and see whether torch compiled anything.
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notice a candidate that torch compiles: a dispatch mode doesn't see what it allocates.
 
-        Compiled code silently gives way to eager ops under a dispatch mode, so such a candidate
-        is called without one; its outputs are then poisoned through malloc alone.
+        From the next call on its outputs are poisoned through malloc alone.
         """
-        if self.probed or self.loaded.guard != "dispatch":
-            return
-        self.probed = True
-        with contextlib.suppress(Exception):
-            self.pair.call(self.loaded.kernel, tensors, point, None)
-        if uses_dynamo():
-            self.loaded = replace(self.loaded, guard="malloc")
+        before = compiled_frames()
+        try:
+            yield
+        finally:
+            if self.loaded.guard == "dispatch" and compiled_frames() > before:
+                self.loaded = replace(self.loaded, guard="malloc")
 
     def arenas(self, device: str) -> tuple[Arena, OutputArena]:
         """Return this device's buffers, which are kept from case to case."""
@@ -218,11 +226,11 @@ class CaseRun:
         self.x.calls += 1
         before = loaded.executions() if loaded.executions else 0
         tensors = self.arena.tensors()
-        self.x.probe(tensors, self.point)
+        facts = {n: _facts(t) for n, t in tensors.items()}
         if self.before_call is not None:
             self.before_call()
         try:
-            with poisoned_malloc(self.colour):
+            with poisoned_malloc(self.colour), self.x.watched():
                 if loaded.guard == "dispatch":
                     with ServeAllocations(self.out):
                         returned = self.pair.call(loaded.kernel, tensors, self.point, out)
@@ -235,14 +243,17 @@ class CaseRun:
             raise Found("raised", f"{type(e).__name__}: {_line(e)}", origin(e, module)) from None
         if loaded.executions and self.pair.rows(self.point) and loaded.executions() == before:
             raise Found("not_run", f"the call returned, but {loaded.name}'s own kernel didn't run")
+        for name, t in tensors.items():
+            if _facts(t) != facts[name]:
+                raise Found("input_changed", f"{name} was {facts[name]}, and is {_facts(t)}")
         return self.checked(returned)
 
     def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
         """Check type, shape, dtype and device of what was returned."""
         for name, o in self.outputs.items():
             t = returned.get(name)
-            if not isinstance(t, torch.Tensor) or t.layout != torch.strided:
-                got = ", ".join(f"{k}: {type(v).__name__}" for k, v in returned.items())
+            if not isinstance(t, torch.Tensor) or _odd(t):
+                got = ", ".join(f"{k}: {_type_of(v)}" for k, v in returned.items())
                 raise Found(
                     "wrong_type", f"expected {', '.join(self.outputs)} as tensors, got {got}"
                 )
@@ -384,6 +395,33 @@ class CaseRun:
         for name in sorted(self.expected):
             outputs.update(self.expected[name].cpu().numpy().data)
         return {"input_hash": inputs.hexdigest(), "output_hash": outputs.hexdigest()}
+
+
+def _facts(tensor: torch.Tensor) -> str:
+    """Describe a tensor as its caller holds it."""
+    grad = ", requires grad" if tensor.requires_grad else ""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return f"{tensor.dtype} {shape} by {strides} from {tensor.storage_offset()}{grad}"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has bytes to read: no sparse one, no view that negates, no fake."""
+    if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return tensor.device.type == "meta"  # that is a wrong device
+    return True
+
+
+def _type_of(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} without bytes of its own" if _odd(value) else kind
+
+
+def _odd(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not _is_plain(value)
 
 
 def _line(error: BaseException) -> str:

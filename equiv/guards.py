@@ -23,13 +23,17 @@ _aten = torch.ops.aten
 class ServeAllocations(TorchDispatchMode):
     """Serve ``torch.empty`` and its kin from an ``OutputArena`` while the mode is active.
 
-    Only for candidates that aren't compiled by torch: under a dispatch mode their compiled code
-    silently gives way to eager ops.
+    What torch's compiler makes of a candidate allocates out of the mode's sight.
     """
 
     def __init__(self, arena: OutputArena) -> None:
         super().__init__()
         self.arena = arena
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile under the mode: elsewhere its code silently gives way to eager ops."""
+        return True
 
     def __torch_dispatch__(
         self,
@@ -127,8 +131,13 @@ def poisoned_malloc(colour: int) -> Iterator[bool]:
         _MALLOPT(M_PERTURB, 0)
 
 
+DENORMAL = 5e-324
+"""The least double: the product with 1 is 0 where the processor was told to flush such numbers."""
+
+
 def global_state() -> dict[str, Any]:
     """Return what a kernel must leave as it found it."""
+    cuda = torch.cuda.is_initialized()
     return {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
@@ -136,11 +145,23 @@ def global_state() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "default device": str(torch.get_default_device()),
         "threads": torch.get_num_threads(),
-        "CUDA device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
-        "CUDA stream": torch.cuda.current_stream().cuda_stream
-        if torch.cuda.is_initialized()
-        else None,
+        "random state": torch.get_rng_state().numpy().tobytes(),
+        "matmul precision": _matmul_precision(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast on CUDA": torch.is_autocast_enabled("cuda"),
+        "flushing of denormal numbers": not DENORMAL * 1.0,
+        "CUDA device": torch.cuda.current_device() if cuda else None,
+        "CUDA stream": torch.cuda.current_stream().cuda_stream if cuda else None,
+        "CUDA seed": torch.cuda.initial_seed() if cuda else None,
     }
+
+
+def _matmul_precision() -> str:
+    """Return the precision of float32 products; torch refuses to say after it was set in two ways."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
 
 
 def restore_state(state: dict[str, Any]) -> None:
@@ -150,12 +171,20 @@ def restore_state(state: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(state["deterministic algorithms"])
     torch.set_default_device(None if state["default device"] == "cpu" else state["default device"])
     torch.set_num_threads(state["threads"])
+    torch.set_rng_state(torch.frombuffer(bytearray(state["random state"]), dtype=torch.uint8))
+    if state["matmul precision"] != "mixed":
+        torch.set_float32_matmul_precision(state["matmul precision"])
+    torch.set_autocast_enabled("cpu", state["autocast"])
+    torch.set_autocast_enabled("cuda", state["autocast on CUDA"])
+    torch.set_flush_denormal(state["flushing of denormal numbers"])
     if state["CUDA device"] is not None:
         torch.cuda.set_device(state["CUDA device"])
+    if state["CUDA seed"] is not None and torch.cuda.initial_seed() != state["CUDA seed"]:
+        torch.cuda.manual_seed(state["CUDA seed"])
 
 
-def uses_dynamo() -> bool:
-    """Whether torch's compiler was given any frame in this process."""
+def compiled_frames() -> int:
+    """Return how many frames torch's compiler was given so far in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Any = getattr(utils, "counters", None)
-    return bool(counters) and bool(counters["frames"]["total"])
+    return int(counters["frames"]["total"]) if counters else 0

@@ -68,6 +68,7 @@ class Worker:
         self.log = Path(log)
         self.spec = replace(spec, log=log)
         self.toll = Toll()
+        self.guard = ""
         self._process: Any = None
         self._pipe: Any = None
         self._seen: set[tuple[Any, ...]] = set()
@@ -145,6 +146,7 @@ class Worker:
             raise result
         if isinstance(result, BaseException):
             raise WorkerError(str(result))
+        self.guard = result.guard or self.guard
         self._warm.add(axes)
         self._seen.add(axes)
         if result.status == "crash" and self._process is not None:

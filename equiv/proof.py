@@ -60,11 +60,14 @@ def prove(executor: Executor, case: Case, forbidden: Sequence[str]) -> dict[str,
         for i, p in enumerate(arena.placed)
     }
     arena.paint(COLOURS[0], storage)
-    tensors = arena.tensors()
     loaded, pair = executor.loaded, executor.pair
     cuda = executor.device.startswith("cuda")
-    candidate = profiled(lambda: pair.call(loaded.kernel, tensors, claim.point, None), cuda=cuda)
-    reference = profiled(lambda: pair.reference(tensors, claim.point), cuda=cuda)
+    with executor.watched():
+        candidate = profiled(
+            lambda: pair.call(loaded.kernel, arena.tensors(), claim.point, None), cuda=cuda
+        )
+    arena.paint(COLOURS[0], storage)
+    reference = profiled(lambda: pair.reference(arena.tensors(), claim.point), cuda=cuda)
     count = loaded.executions() if loaded.executions else None
     found = [n for n in candidate if any(e in n for e in loaded.evidence)]
     ok: bool | None = None
@@ -79,5 +82,5 @@ def prove(executor: Executor, case: Case, forbidden: Sequence[str]) -> dict[str,
         "executions": count,
         "reference": reference[:24],
         "reference_ok": not any(f in n for f in forbidden for n in reference),
-        "guard": loaded.guard,
+        "guard": executor.loaded.guard,
     }

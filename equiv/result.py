@@ -68,6 +68,7 @@ class Result:
     eligible : ids of ledger entries whose case predicate this case met.
     oracle_checked : whether the reference was compared with the oracle.
     layouts : outputs whose pitches are not the reference's (bytes equal, layout not).
+    guard : how outputs are guarded from now on, see ``equiv.execute.Loaded``.
 
     """
 
@@ -84,6 +85,7 @@ class Result:
     eligible: tuple[str, ...] = ()
     oracle_checked: bool = False
     layouts: tuple[str, ...] = ()
+    guard: str = ""
     seconds: float = 0.0
 
     @property

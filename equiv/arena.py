@@ -206,7 +206,7 @@ class Arena:
 
     def _write(self, p: Placed, storage: NDArray[Any]) -> None:
         kind = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[p.dtype.itemsize]
-        values = torch.from_numpy(np.ascontiguousarray(storage).view(kind))
+        values = torch.from_numpy(np.ascontiguousarray(storage).view(kind).reshape(storage.shape))
         if p.overlaps:
             self.pristine[p.start : p.start + p.span_bytes].copy_(values.view(torch.uint8))
         else:
@@ -247,7 +247,8 @@ class Arena:
             return [
                 (p.operand.name, 0)
                 for p in self.placed
-                if not np.array_equal(self.read(self.buffer, p.operand.name), bits[p.operand.name])
+                if not p.operand.mutable
+                and not np.array_equal(self.read(self.buffer, p.operand.name), bits[p.operand.name])
             ]
         if same_bytes(self.buffer[: self.used], self.pristine[: self.used]):
             return []

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from equiv.arena import is_aligned
+from equiv.arena import is_aligned, overlaps
 from equiv.dtypes import DTYPES
 from equiv.errors import UsageError
 from equiv.fills import ALL_KINDS
@@ -85,6 +85,8 @@ def claim_of(pair: OpPair, case: Case) -> Claim:
             raise UsageError(msg)
         if view.offset_bytes > MAX_OFFSET:
             raise UsageError(f"case {case}: the offset of {name} is more than 2^30 bytes")
+        if by_name[name].mutable and overlaps(by_name[name].shape, view.pitches):
+            raise UsageError(f"case {case}: {name} is written, so its elements can't overlap")
         if sum(n * p for n, p in zip(by_name[name].shape, view.pitches, strict=True)) > MAX_SPAN:
             msg = f"case {case}: the view of {name} spans more than 2^46 elements"
             raise UsageError(msg)

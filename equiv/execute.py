@@ -194,6 +194,11 @@ class CaseRun:
         self.storage = storage
         self.bits = {p.operand.name: p.logical(storage[p.operand.name]) for p in self.arena.placed}
 
+    def refresh(self) -> None:
+        """Put back, before another call, what an earlier one may have written as it may."""
+        if any(o.mutable for o in self.claim.operands):
+            self.load(self.storage)
+
     # -- calls ----------------------------------------------------------------------
 
     def reference(self) -> Snapshot:

@@ -133,7 +133,8 @@ def _layouts(operand: Operand) -> Iterator[View]:
         for e in range(d + 1):
             wider[e] += unit * (dense[e] // dense[d])
         yield View(tuple(wider))
-        yield View(tuple(0 if e == d else p for e, p in enumerate(dense)))
+        if not operand.mutable:
+            yield View(tuple(0 if e == d else p for e, p in enumerate(dense)))
     if len(outer) > 1:
         shape = [operand.shape[d] for d in reversed(outer)]
         swapped = dense_pitches([*shape, operand.shape[-1]])
@@ -331,7 +332,11 @@ class Lanes:
         plan.drawn = self._strategy(strided=True, modes=("eager",))
         plan.least = self._each_axis(16)
         for o in self.pair.operands({**next(_domain(self.pair)), **self._dims(6)}):
-            plan.least |= {f"{o.name} strided": 8, f"{o.name} repeated": 4, f"{o.name} offset": 4}
+            plan.least[f"{o.name} offset"] = 4
+            if len(o.shape) > 1:
+                plan.least[f"{o.name} strided"] = 8
+                if not o.mutable:
+                    plan.least[f"{o.name} repeated"] = 4
 
     def _alignment(self, plan: Plan) -> None:
         axes = [*_domain(self.pair)]
@@ -382,6 +387,8 @@ class Lanes:
             dims = {**self._dims(0, **dict.fromkeys(list(self.pair.dims)[1:], 2)), first: 18}
             full = {**point, **dims}
             for o in self.pair.operands(full):
+                if len(o.shape) < 2:  # noqa: PLR2004 - no pitch but that of single elements
+                    continue
                 needed = dims[first] * pitch * DTYPES[o.dtype].itemsize
                 if self.target.cuda and 3 * needed > self.target.memory_bytes:
                     plan.left_out.append(
@@ -412,6 +419,8 @@ class Lanes:
             full = {**point, **dims}
             views = []
             for o in self.pair.operands(full):
+                if o.mutable or len(o.shape) < 2:  # noqa: PLR2004 - rows that may overlap
+                    continue
                 step = max(1, o.align_bytes // DTYPES[o.dtype].itemsize)
                 views.append((o.name, View((step, *dense_pitches(o.shape)[1:]))))
             plan.explicit.append(

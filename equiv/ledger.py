@@ -295,7 +295,7 @@ def check_names(entries: Sequence[Entry], pair: Any) -> None:
         for what, value, known in (
             ("element class", e.element, pair.classes),
             ("model", e.actual if isinstance(e.actual, str) else None, models),
-            *[("candidate", c, pair.candidates) for c in e.candidates],
+            *[("candidate", c, pair.candidates) for c in e.candidates if ":" not in c],
             *[("axis", a, axes) for a, _ in e.case],
             *[
                 (f"value of {a}", v, axes[a])

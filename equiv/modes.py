@@ -38,6 +38,7 @@ def inference(run: Any) -> Iterator[tuple[Any, Any]]:
 def repeat(run: Any) -> Iterator[tuple[Any, Any]]:
     """Twenty calls on the same operands."""
     for _ in range(REPEATS):
+        run.refresh()
         actual = run.snapshot(run.call())
         run.intact()
         yield run.expected, actual
@@ -85,6 +86,7 @@ def hog(run: Any) -> Iterator[tuple[Any, Any]]:
     thread.start()
     try:
         for _ in range(5):
+            run.refresh()
             actual = run.snapshot(run.call())
             run.intact()
             yield run.expected, actual

@@ -57,6 +57,8 @@ def graph(run: Any) -> Iterator[tuple[Any, Any]]:
         if step:
             run.load(run.elements(run.case.fill.seed + step))
             run.expected = run.reference()
+        else:
+            run.refresh()
         captured.replay()
         actual = run.snapshot(outputs)
         torch.cuda.synchronize()
@@ -101,6 +103,7 @@ def gpu_hog(run: Any) -> Iterator[tuple[Any, Any]]:
         with torch.cuda.stream(side):
             for _ in range(4):
                 b.copy_(a)
+        run.refresh()
         actual = run.snapshot(run.call())
         run.intact()
         yield run.expected, actual

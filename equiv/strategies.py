@@ -86,12 +86,14 @@ def points(draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int) -> dic
 def view(draw: Draw, operand: Operand) -> View | None:
     """Draw an operand's view: dense, production's, gaps at any level, permuted, or repeated.
 
-    Pitches and offset are multiples of the operand's alignment.
+    Pitches and offset are multiples of the operand's alignment. What the op writes isn't repeated.
     """
     unit = max(1, operand.align_bytes // DTYPES[operand.dtype].itemsize)
     offset = operand.align_bytes * draw(integers(0, 512 // operand.align_bytes - 1))
     kind = draw(choice(("dense", "gaps", "layout", "permuted", "repeated")))
     outer = len(operand.shape) - 1
+    if outer < 1:
+        kind = "dense"
     if kind == "layout" and operand.layouts:
         pitches, base = draw(choice(tuple(operand.layouts)))
         return View(tuple(pitches), base)
@@ -106,7 +108,7 @@ def view(draw: Draw, operand: Operand) -> View | None:
         step += unit * draw(integers(0, 9))
         pitches_of[d] = step
         step *= max(operand.shape[d], 1)
-    if kind == "repeated" and outer:
+    if kind == "repeated" and not operand.mutable:
         pitches_of[draw(integers(0, outer - 1))] = 0
     return View(tuple(pitches_of[d] for d in range(outer + 1)), offset)
 

@@ -16,7 +16,6 @@ from equiv.worker import WorkerSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from equiv.case import Case
     from equiv.ledger import Entry
     from equiv.pairs import OpPair
 
@@ -97,7 +96,8 @@ def run_candidate(
         with Worker(pair, spec) as worker:
             proof: dict[str, Any] = {}
             if not options.drawn_only:
-                proof = worker.prove(_proof_case(made), _fused_names(pair))
+                names = _fused_names(pair)
+                proof = combined([worker.prove(c, names) for c in made.simplest()])
             for lane in options.lanes:
                 plan = made.plan(lane)
                 if options.drawn_only:
@@ -149,5 +149,20 @@ def _fused_names(pair: OpPair) -> tuple[str, ...]:
     return tuple(sorted({e for c in pair.candidates.values() for e in c.evidence}))
 
 
-def _proof_case(made: Lanes) -> Case:
-    return made.plan("modes").explicit[0].with_(mode="eager")
+def combined(proofs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the proofs of several cases as one: it holds if each of them does."""
+
+    def every(name: str) -> bool | None:
+        said = [p[name] for p in proofs if p.get(name) is not None]
+        return all(said) if said else None
+
+    proof: dict[str, Any] = {
+        "cases": [p["case"] for p in proofs if "case" in p],
+        "candidate_ok": every("candidate_ok"),
+        "reference_ok": every("reference_ok"),
+        "executions": next((p["executions"] for p in reversed(proofs) if "executions" in p), None),
+        "candidate": sorted({n for p in proofs for n in p.get("candidate", ())}),
+        "reference": sorted({n for p in proofs for n in p.get("reference", ())}),
+    }
+    errors = [p["error"] for p in proofs if "error" in p]
+    return {**proof, "error": errors[0]} if errors else proof

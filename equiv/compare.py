@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from equiv.dtypes import DTYPES, describe, explain
+from equiv.dtypes import DTYPES, DType, decode, describe, explain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,6 +45,11 @@ class Difference:
     actual: int
     dtype: str
 
+    @property
+    def category(self) -> str:
+        """What kind of difference it is, one of ``CATEGORIES``."""
+        return _category(self.expected, self.actual, DTYPES[self.dtype])
+
     def sentence(self) -> str:
         """Return the difference in one line."""
         dtype = DTYPES[self.dtype]
@@ -53,6 +58,44 @@ class Difference:
             f"first at {self.place}: expected {describe(self.expected, dtype)}, got "
             f"{describe(self.actual, dtype)}: {explain(self.expected, self.actual, dtype)}"
         )
+
+
+CATEGORIES = ("value", "NaN against a number", "NaN bits", "sign of zero")
+"""Kinds of difference that are told apart, so that a common one doesn't hide a rare one."""
+
+
+def _category(a: int, b: int, dtype: DType) -> str:
+    """Name the category of two elements that differ."""
+    va, vb = decode(a, dtype), decode(b, dtype)
+    nans = (va != va) + (vb != vb)  # noqa: PLR0124 - NaN is the one value unequal to itself
+    if nans:
+        return "NaN bits" if nans > 1 else "NaN against a number"
+    return "sign of zero" if va == vb == 0 else "value"
+
+
+def by_category(
+    expected: NDArray[Any], actual: NDArray[Any], mask: NDArray[np.bool_], dtype_name: str
+) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Split differing elements by category: for each one met, its mask.
+
+    Each pair of bytes that occurs is looked at once, so a large case costs little more than a small.
+    """
+    dtype = DTYPES[dtype_name]
+    flat = np.flatnonzero(mask)
+    a = expected.reshape(-1)[flat].astype(np.uint64)
+    b = actual.reshape(-1)[flat].astype(np.uint64)
+    shift = np.uint64(8 * min(dtype.itemsize, 4))
+    keys = (a << shift) | b if dtype.itemsize <= 4 else a ^ b  # noqa: PLR2004 - 64-bit integers
+    distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    names = [_category(int(a[i]), int(b[i]), dtype) for i in first]
+    found = []
+    for category in CATEGORIES:
+        inside = np.array([n == category for n in names], dtype=bool)[inverse.reshape(-1)]
+        if len(distinct) and inside.any():
+            part = np.zeros(mask.size, dtype=bool)
+            part[flat[inside]] = True
+            found.append((category, part.reshape(mask.shape)))
+    return found
 
 
 def place_of(output: Output, index: tuple[int, ...]) -> str:

@@ -319,12 +319,12 @@ def _suite() -> dict[str, Any]:
         "dirty": None,
         "sources_sha256": probe(_sources),
     }
-    if checkout:
+    if os.environ.get("BYTEGATE_COMMIT"):  # a copy of a checkout: what its owner says it is
+        found["commit"] = os.environ["BYTEGATE_COMMIT"]
+    elif checkout:
         found["commit"] = probe(_git, root, "rev-parse", "HEAD")
         changes = probe(_git, root, "status", "--porcelain", "--untracked-files=no")
         found["dirty"] = changes if changes.startswith("failed") else bool(changes)
-    elif os.environ.get("BYTEGATE_COMMIT"):  # a copy of a checkout: what its owner says it is
-        found["commit"] = os.environ["BYTEGATE_COMMIT"]
     elif name:
         found["commit"] = probe(_installed_commit, name)
     return found

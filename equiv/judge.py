@@ -89,7 +89,8 @@ class Judge:
                 )
                 if left.any() and departure is None:
                     start = 0 if everything else w.start
-                    departure = compare.summarise(self.run.outputs[name], right, bits, left, start)
+                    output = self._output(name)
+                    departure = compare.summarise(output, right, bits, left, start)
         return whole, tuple(hits), departure
 
     def declare(
@@ -148,6 +149,9 @@ class Judge:
                 hits.append(LedgerHit(entry.id, int(covered.sum()), patterns))
         return left
 
+    def _output(self, name: str) -> Output:
+        return self.run.outputs.get(name) or _as_output(self.run.claim.operands, name)
+
     def _parts(self, name: str) -> list[str]:
         return [f"{name}.{p}" for p in self.run.outputs[name].parts] or [name]
 
@@ -197,19 +201,28 @@ class Judge:
         """Say what a difference is that the ledger doesn't declare."""
         expected, actual = seen[0]
         hits: list[LedgerHit] = []
-        name, w, e, a, left = next(self.undeclared(expected, actual, hits))
-        output = self.run.outputs.get(name) or _as_output(self.run.claim.operands, name)
-        found = compare.summarise(output, e, a, left, w.start)
+        found: dict[str, Difference] = {}
+        status = ""
+        for name, w, e, a, left in self.undeclared(expected, actual, hits):
+            status = status or self.kind_of(name, w, left, seen)
+            for category, mask in compare.by_category(e, a, left, self._output(name).dtype):
+                if category not in found:
+                    found[category] = compare.summarise(self._output(name), e, a, mask, w.start)
+            if len(found) == len(compare.CATEGORIES):
+                break
+        first, *others = found.values()
         voice = ""
+        name = first.output
         fits = oracle is not None and name in oracle and expected is self.run.expected
-        if oracle is not None and fits and oracle[name].shape == output.shape:
-            right = int(oracle[name][found.index])
-            voice = compare.voices(found.expected, found.actual, right)
+        if oracle is not None and fits and oracle[name].shape == self._output(name).shape:
+            right = int(oracle[name][first.index])
+            voice = compare.voices(first.expected, first.actual, right)
         return replace(
             base,
-            status=self.kind_of(name, w, left, seen),
-            detail=found.sentence(),
-            difference=found,
+            status=status,
+            detail=first.sentence(),
+            difference=first,
+            others=tuple(others),
             voices=voice,
             ledger=(*base.ledger, *hits),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import shlex
 import statistics
@@ -11,15 +10,12 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from random import Random
 from typing import TYPE_CHECKING, Any
-
-from hypothesis import find
-from hypothesis.errors import Flaky, NoSuchExample
 
 from equiv import evidence, shrink
 from equiv.domain import claim_of
 from equiv.errors import DoesNotFit
+from equiv.hunt import Hunt
 from equiv.lanes import Lanes, Plan, Target, kinds_of
 from equiv.profiles import Profile, settings_of
 from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, Result
@@ -161,7 +157,8 @@ class LaneRun:
         account(self.seen, result)
         self._sample(case, result)
         if result.failed:
-            self.occurrences[result.signature] += 1
+            for signature in result.signatures:
+                self.occurrences[signature] += 1
             if result.status in {"crash", "hang"}:
                 self.lost += 1
         done = self.enumerated + self.drawn
@@ -195,16 +192,18 @@ class LaneRun:
     def _explicit(self) -> None:
         limit = 20 * self.options.profile.lane_seconds
         for case in self.plan.explicit:
-            if self._declared_crash(case):
-                self.skipped += 1
+            if self.skip_declared(case):
                 continue
             if time.monotonic() - self.start > limit:
                 left = len(self.plan.explicit) - self.enumerated - self.skipped
                 self.missing.append(f"{left} enumerated cases after {limit:.0f} s")
                 return
             result = self.run(case, drawn=False)
-            if result.failed and result.signature not in self.found:
-                self._finding(case, result, enumerated=True)
+            for signature in result.signatures if result.failed else ():
+                if signature not in self.found:
+                    self._finding(case, result, signature, enumerated=True)
+                    if self.options.first_finding_only:
+                        break
             self._enough()
 
     def _declared_crash(self, case: Case) -> bool:
@@ -231,72 +230,38 @@ class LaneRun:
 
         round_ = 0
         while not over():
-            known = set(self.found)
-            first: list[tuple[Case, Result]] = []
-            deadline = [math.inf]
-            failing: dict[str, Result] = {}
-
-            def fails(
-                case: Case,
-                known: set[tuple[str, str]] = known,
-                first: list[Any] = first,
-                deadline: list[float] = deadline,
-                failing: dict[str, Result] = failing,
-            ) -> bool:
-                line = str(case)
-                if line in failing:
-                    return True
-                if first:  # hypothesis is shrinking
-                    if time.monotonic() > deadline[0]:
-                        return False
-                    result = self.worker.run(case)
-                    if result.status in {"crash", "hang"}:
-                        self.lost += 1
-                    same = result.failed and result.signature == first[0][1].signature
-                else:
-                    if over():
-                        return False
-                    if self._declared_crash(case):
-                        self.skipped += 1
-                        return False
-                    result = self.run(case, drawn=True)
-                    same = result.failed and result.signature not in known
-                    if same:
-                        first.append((case, result))
-                        seconds = profile.shrink_seconds if self.options.shrink else 0.0
-                        slow = result.status == "hang" or (
-                            result.status == "crash" and self.options.target.cuda
-                        )
-                        deadline[0] = time.monotonic() + (seconds if not slow else 0.0)
-                if same:
-                    failing[line] = result
-                return bool(same)
-
-            options = settings_of(profile, max(self.draws - self.drawn, 1))
-            key = f"{self.options.pair.name}/{self.lanes.base.candidate}/{self.plan.lane}/{self.options.target.device}"
-            minimal: Case | None = None
-            try:
-                minimal = find(
-                    self.plan.drawn,
-                    fails,
-                    settings=options,
-                    random=Random(self.options.seed * 1_000 + round_),
-                    database_key=key.encode(),
-                )
-            except NoSuchExample:
-                pass
-            except Flaky:
-                pass
+            hunt = Hunt(self, over)
+            hunt.search(round_)
             round_ += 1
-            if not first:
+            if hunt.first is None or hunt.best is None:
                 break
-            case, result = first[0]
-            if minimal is not None and str(minimal) in failing:
-                best, best_result = minimal, failing[str(minimal)]
-            else:
-                best, best_result = case, result
-            self._finding(case, result, enumerated=False, best=best, best_result=best_result)
+            case, result = hunt.first
+            self._finding(case, result, hunt.signature, enumerated=False, best=hunt.best)
             self._enough()
+
+    def rerun(self, case: Case) -> Result:
+        """Run a case once more, or a smaller one, without counting it."""
+        result = self.worker.run(case)
+        if result.status in {"crash", "hang"}:
+            self.lost += 1
+        return result
+
+    def skip_declared(self, case: Case) -> bool:
+        """Whether a case is left out because the ledger declares its crash; counts it."""
+        if self._declared_crash(case):
+            self.skipped += 1
+            return True
+        return False
+
+    def costly(self, result: Result) -> bool:
+        """Whether running into this failure again and again takes too long to shrink it."""
+        lost_device = result.status == "crash" and self.options.target.cuda
+        return result.status == "hang" or lost_device
+
+    @property
+    def shrink_seconds(self) -> float:
+        """Seconds for shrinking one finding."""
+        return self.options.profile.shrink_seconds if self.options.shrink else 0.0
 
     def _enough(self) -> None:
         if self.found and self.options.first_finding_only:
@@ -315,49 +280,45 @@ class LaneRun:
         self,
         case: Case,
         result: Result,
+        signature: tuple[str, str],
         *,
         enumerated: bool,
-        best: Case | None = None,
-        best_result: Result | None = None,
+        best: tuple[Case, Result] | None = None,
     ) -> None:
         """Shrink a failure and record it."""
-        best, best_result = best or case, best_result or result
-        signature = result.signature
+        smallest, smallest_result = best or (case, result)
         self.found[signature] = (case, result, self.enumerated + self.drawn)
-        results: dict[str, Result] = {str(best): best_result}
-        costly = result.status == "hang" or (result.status == "crash" and self.options.target.cuda)
+        results: dict[str, Result] = {str(smallest): smallest_result}
 
         def fails(c: Case) -> bool:
-            again = self.worker.run(c)
-            if again.status in {"crash", "hang"}:
-                self.lost += 1
-            results[str(c)] = again
-            return again.failed and again.signature == signature
+            again = results[str(c)] = self.rerun(c)
+            return again.failed and signature in again.signatures
 
         set_elements: int | None = None
-        if self.options.shrink and not costly:
+        if self.options.shrink and not self.costly(result):
             pair, seconds = self.options.pair, self.options.profile.shrink_seconds
             if enumerated:
                 options = settings_of(self.options.profile, 60)
-                best = shrink.structure(pair, best, fails, seconds, options)
-            d = results[str(best)].difference if str(best) in results else None
+                smallest = shrink.structure(pair, smallest, fails, seconds, options)
+            d = results[str(smallest)].of(signature) if str(smallest) in results else None
             at = (d.output, d.index) if d else None
-            if shrink.affordable(pair, best):
-                best = shrink.bytes_(pair, best, fails, seconds, at)
-            if best.fill.kind == "zero":
-                set_elements = len(best.overrides)
-        best_result = results.get(str(best), best_result)
+            if shrink.affordable(pair, smallest):
+                smallest = shrink.bytes_(pair, smallest, fails, seconds, at)
+            if smallest.fill.kind == "zero":
+                set_elements = len(smallest.overrides)
+        told = results.get(str(smallest), smallest_result)
+        d = told.of(signature)
         self.findings.append(
             evidence.Finding(
                 lane=self.plan.lane,
-                kind=best_result.status,
-                case=str(best),
+                kind=told.status,
+                case=str(smallest),
                 found=str(case),
                 after_cases=self.enumerated + self.drawn,
-                detail=best_result.detail,
-                voices=best_result.voices,
-                raised_in=best_result.raised_in,
-                repro=repro_command(best, self.options),
+                detail=d.sentence() if d else told.detail,
+                voices=told.voices if d is told.difference else "",
+                raised_in=told.raised_in,
+                repro=repro_command(smallest, self.options),
                 occurrences=0,
                 set_elements=set_elements,
             )

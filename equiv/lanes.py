@@ -188,6 +188,12 @@ class Lanes:
         self._trim(plan)
         return plan
 
+    def simplest(self) -> list[Case]:
+        """Return one small case for each combination of the axes inside the domain."""
+        base = self.base.with_(lane="shapes")
+        dims = self._dims(36, **{n: 3 for n in list(self.pair.dims)[1:]})
+        return [_case(base, self.pair, {**p, **dims}) for p in _domain(self.pair)]
+
     def _trim(self, plan: Plan) -> None:
         """Leave the largest enumerated cases out where the candidate is too slow for them all."""
         room = self.profile.lane_seconds * self.target.rows_per_second / 2

@@ -58,6 +58,7 @@ class Result:
     status : one of ``PASSING``, or a key of ``FINDINGS``.
     detail : one line on a finding or refusal; empty when equal.
     difference : first differing element, where bytes differ.
+    others : the first of each other category of difference (``equiv.compare.CATEGORIES``).
     voices : who the oracle says is wrong.
     raised_in : ``module:function`` in which an exception was raised.
     bytes_compared : output bytes compared with the reference, both colours.
@@ -75,6 +76,7 @@ class Result:
     status: str
     detail: str = ""
     difference: Difference | None = None
+    others: tuple[Difference, ...] = ()
     voices: str = ""
     raised_in: str = ""
     bytes_compared: int = 0
@@ -94,6 +96,13 @@ class Result:
         return self.status not in PASSING
 
     @property
-    def signature(self) -> tuple[str, str]:
-        """What makes two findings the same one: kind, and output or place."""
-        return self.status, self.difference.output if self.difference else self.raised_in
+    def signatures(self) -> tuple[tuple[str, str], ...]:
+        """What makes two findings the same one: kind, and category of difference or place."""
+        if self.difference is None:
+            return ((self.status, self.raised_in),)
+        return tuple((self.status, d.category) for d in (self.difference, *self.others))
+
+    def of(self, signature: tuple[str, str]) -> Difference | None:
+        """Return the difference that a signature is about."""
+        differences = (self.difference, *self.others)
+        return next((d for d in differences if d is not None and d.category == signature[1]), None)

@@ -2,7 +2,7 @@
 
 ========== ==========================================================================================
 patterns   every bit pattern through every column (or group of 8), each dtype, each axis value
-shapes     dimensions around the launch plan's marks, production's values, 0, odd; declared refusals
+shapes     dimensions around the launch plan's marks and powers of two, production's values, 0, odd
 strides    pitches and offsets inside the domain: gaps, workspace slices, permuted, repeated
 alignment  every base offset mod 32 and pitches off the alignment, with their declared outcome
 sizes      offsets past 2^31 elements, 2^31 and 2^32 bytes
@@ -191,7 +191,7 @@ class Lanes:
     def simplest(self) -> list[Case]:
         """Return one small case for each combination of the axes inside the domain."""
         base = self.base.with_(lane="shapes")
-        dims = self._dims(36, **{n: 3 for n in list(self.pair.dims)[1:]})
+        dims = self._dims(36, **dict.fromkeys(list(self.pair.dims)[1:], 3))
         return [_case(base, self.pair, {**p, **dims}) for p in _domain(self.pair)]
 
     def _trim(self, plan: Plan) -> None:
@@ -280,6 +280,7 @@ class Lanes:
             for rows in self.marks:
                 grids += [{first: max(rows // inner + d, 0), **fixed} for d in (-1, 0, 1, 2)]
             grids += [{first: t, **fixed} for t in (1, 2, 3, *self.pair.dims[first].production)]
+        grids += self._edges(inside[0])
         seen = set()
         for i, dims in enumerate(grids):
             key = tuple(dims.items())
@@ -328,6 +329,17 @@ class Lanes:
         if self.marks and self.drawn_rows > max(self.marks):
             plan.least["beyond one grid pass"] = 5
 
+    def _edges(self, point: dict[str, Any]) -> Iterator[dict[str, int]]:
+        """Yield the first dimension around powers of two: where tiles and narrow indices end."""
+        first, *others = self.pair.dims
+        for width in (1, 3):
+            fixed = {n: max(width, self.pair.dims[n].minimum) for n in others}
+            for t in (2**k + d for k in range(2, 17) for d in (-1, 0, 1)):
+                dims = {first: t, **fixed}
+                largest = self.pair.dims[first].maximum
+                if t <= largest and self.pair.rows({**point, **dims}) <= self.max_rows:
+                    yield dims
+
     def _strides(self, plan: Plan) -> None:
         for point in _domain(self.pair):
             dims = self._dims(37, **dict.fromkeys(list(self.pair.dims)[1:], 3))
@@ -357,9 +369,7 @@ class Lanes:
                 offsets.append(list(range(0, 32, size)))
             lattice: list[tuple[int, ...]] = []
             if self.profile.lattice and point in [*_domain(self.pair)]:
-                lattice = list(
-                    itertools.product(*[o[: min(len(o), 16)] for o in offsets])
-                )
+                lattice = list(itertools.product(*[o[: min(len(o), 16)] for o in offsets]))
             for i, own in enumerate(offsets):
                 for value in own:
                     lattice.append(tuple(value if j == i else 0 for j in range(len(operands))))

@@ -59,10 +59,11 @@ def points(draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int) -> dic
     inner = 1
     for name in others:
         dim = pair.dims[name]
-        if dim.production and draw(integers(0, 1)):
+        kind = draw(integers(0, 7))
+        if kind > 4 and dim.production:  # noqa: PLR2004 - three in eight
             value = draw(choice(tuple(dim.production)))
         else:
-            value = draw(integers(dim.minimum, min(dim.maximum, 33)))
+            value = draw(integers(dim.minimum, dim.maximum if kind == 4 else min(dim.maximum, 33)))  # noqa: PLR2004
         point[name] = value
         inner *= max(value, 1)
     dim = pair.dims[first]

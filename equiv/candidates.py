@@ -7,12 +7,13 @@ import importlib
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equiv.errors import UsageError
 from equiv.execute import Loaded
-from equiv.guards import global_state
+from equiv.guards import compiled_frames, global_state
 
 if TYPE_CHECKING:
     from equiv.pairs import OpPair
@@ -107,9 +108,13 @@ def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
 
     """
     check_name(pair, name)
+    state, frames = global_state(), compiled_frames()
     if is_own(name):
-        state = global_state()
-        return Loaded(name, import_function(name), "dispatch", state=state)
-    candidate = pair.candidates[name]
-    kernel = candidate.load(device, library if candidate.takes_library else None)
-    return Loaded(name, kernel, candidate.guard, candidate.executions, candidate.evidence)
+        loaded = Loaded(name, import_function(name), "dispatch", state=state)
+    else:
+        known = pair.candidates[name]
+        kernel = known.load(device, library if known.takes_library else None)
+        loaded = Loaded(name, kernel, known.guard, known.executions, known.evidence)
+    if loaded.guard == "dispatch" and compiled_frames() > frames:
+        return replace(loaded, guard="malloc")  # compiled while it was loaded
+    return loaded

@@ -1,0 +1,1 @@
+"""A second op pair, which a test builds, installs and runs."""

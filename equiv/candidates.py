@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +48,9 @@ def import_function(name: str) -> Any:
 
     """
     where, _, attribute = name.rpartition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
     try:
         if where.endswith(".py"):
             path = Path(where).resolve()
@@ -73,7 +73,8 @@ def import_function(name: str) -> Any:
     except BaseException as e:  # whatever somebody's module does while it is imported
         if isinstance(e, KeyboardInterrupt):
             raise
-        msg = f"candidate {name!r} can't be imported: {type(e).__name__}: {e}"
+        what = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        msg = f"candidate {name!r} can't be imported: {what}"
         raise UsageError(msg) from e
     found: Any = module
     for part in attribute.split("."):
@@ -104,7 +105,7 @@ def load(pair: OpPair, name: str, device: str, library: str | None) -> Loaded:
     Raises
     ------
     UsageError : unknown, or can't be imported.
-    RuntimeError : whose class is called ``Unavailable``: a candidate of the pair that can't run here.
+    RuntimeError : of a class ``Unavailable``: a candidate of the pair that can't run here.
 
     """
     check_name(pair, name)

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from equiv import worker
 from equiv.domain import claim_of
@@ -69,12 +69,13 @@ class Worker:
         self.spec = replace(spec, log=log)
         self.toll = Toll()
         self.guard = ""
+        self._mark = 0
         self._process: Any = None
         self._pipe: Any = None
         self._seen: set[tuple[Any, ...]] = set()
         self._warm: set[tuple[Any, ...]] = set()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         """Start the process."""
         self.start()
         return self
@@ -93,6 +94,7 @@ class Worker:
         WorkerError : the process died while it loaded.
 
         """
+        self._mark = self.log.stat().st_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(worker.PRELOAD))
         self._pipe, theirs = context.Pipe()
@@ -103,14 +105,21 @@ class Worker:
         self._warm = set()
         if not self._pipe.poll(START_S):
             self._kill()
-            msg = f"candidate {self.spec.candidate!r} didn't load within {START_S:.0f} s; look at {self.log}"
-            raise UsageError(msg)
+            raise UsageError(
+                f"candidate {self.spec.candidate!r} didn't load within {START_S:.0f} s; "
+                f"look at {self.log}"
+            )
         try:
             hello = self._pipe.recv()
         except EOFError:
             self._process.join(5)
-            msg = f"candidate {self.spec.candidate!r} ended its process while it was loaded ({self._death()}); {self._trace()[0] or f'look at {self.log}'}"
-            raise UsageError(msg) from None
+            where = self._trace()[0] or f"look at {self.log}"
+            raise UsageError(
+                f"candidate {self.spec.candidate!r} ended its process while it was loaded "
+                f"({self._death()}); {where}"
+            ) from None
+        if not hello.ready:
+            self.close()
         if hello.usage:
             raise UsageError(hello.usage)
         if hello.unavailable:
@@ -154,7 +163,8 @@ class Worker:
             self._kill()
         if result.status in {"crash", "hang", "last_error"}:
             result = self._declared(result, case)
-        return replace(result, seconds=time.perf_counter() - start)
+        done: Result = replace(result, seconds=time.perf_counter() - start)
+        return done
 
     def prove(self, case: Case, forbidden: tuple[str, ...]) -> dict[str, Any]:
         """Ask for a profile of one call; what went wrong is in the answer, under ``"error"``."""
@@ -193,21 +203,30 @@ class Worker:
         return f"exit code {code}"
 
     def _trace(self) -> tuple[str, str]:
-        """Return the last crash's innermost Python frame from faulthandler: text, and file:function."""
+        """Return where this worker crashed, by faulthandler: in words, and as file:function.
+
+        That is the innermost frame of the candidate's own file, else of any but torch's and ours.
+        """
         try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            text = self.log.read_bytes()[self._mark :].decode(errors="replace")
         except OSError:
             return "", ""
-        for i in range(len(lines) - 1, -1, -1):
-            if "most recent call first" in lines[i] and i + 1 < len(lines):
-                frames = [f.strip() for f in lines[i + 1 : i + 12] if f.startswith("  File ")]
-                for frame in frames:
-                    path, _, rest = frame.removeprefix('File "').partition('", line ')
-                    name = Path(path).stem
-                    function = rest.partition(" in ")[2]
-                    if "torch" not in Path(path).parts and name != "execute":
-                        return f"in {name}.{function}", f"{name}:{function}"
+        _, found, rest = text.rpartition("most recent call first")
+        frames = []
+        for entry in rest.splitlines()[1:] if found else ():
+            if not entry.startswith("  File "):
                 break
+            path, _, place = entry.strip().removeprefix('File "').partition('", line ')
+            frames.append((Path(path), place.partition(" in ")[2]))
+        own = Path(self.spec.candidate.rpartition(":")[0].removesuffix(".py").replace(".", "/"))
+        ours = Path(worker.__file__).parent
+        for place in (
+            [f for f in frames if f[0].stem == own.name],
+            [f for f in frames if "torch" not in f[0].parts and f[0].parent != ours],
+        ):
+            if place:
+                path, function = place[0]
+                return f"in {path.stem}.{function}", f"{path.stem}:{function}"
         return "", ""
 
     def _kill(self) -> None:

@@ -166,6 +166,15 @@ def leaves(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
     return CLEAN(kv_nope, k_pe, use_fp8)
 
 
+def crash_then_leave(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Die with a traceback for two heads, and without one for three."""
+    if kv_nope.shape[1] == 2:
+        ctypes.string_at(1)
+    if kv_nope.shape[1] == 3:
+        os._exit(7)
+    return CLEAN(kv_nope, k_pe, use_fp8)
+
+
 def killed(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
     """Do what the kernel does to a process that took too much memory."""
     if kv_nope.shape[1] == 2:

@@ -51,7 +51,7 @@ TRITON = "triton==3.9.0"
 """Runs under its interpreter here. It asks for no torch of its own, hence for no CUDA."""
 GROUPS = ("lint", "typecheck", "tests", "build")
 
-COMMANDS = {"equiv": "equiv", "ppl": "ppl", "gate": "gate", "bench": "bench", "texts": "texts"}
+COMMANDS = {"equiv": "equiv", "ppl": "ppl", "gate": "gate", "bench": "equiv.bench", "texts": "texts"}
 """Sessions that hand over to `python -m` this module, and leave with its exit code."""
 BAD_USAGE = 2
 INVALID = 4

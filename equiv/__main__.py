@@ -1,4 +1,4 @@
-"""``python -m equiv``: the same as ``bytegate equiv``, also from a checkout that isn't installed."""
+"""``python -m equiv``: ``bytegate equiv``, also from a checkout that isn't installed."""
 
 from __future__ import annotations
 

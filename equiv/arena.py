@@ -38,7 +38,7 @@ BASE = 512
 """Alignment of every base before its offset: what CUDA's caching allocator gives."""
 
 SPARSE_BYTES = 1 << 30
-"""On a CPU, operands that span more lie in an unreserved mapping, of which only rows are touched."""
+"""On a CPU, operands that span more lie in an unreserved mapping; only rows are touched."""
 
 MAP_NORESERVE = 0x4000
 
@@ -215,7 +215,7 @@ class Arena:
     def paint(
         self, colour: int, storage: Mapping[str, NDArray[Any]], *, again: bool = False
     ) -> None:
-        """Write elements (``Placed.storage_shape``), and the colour everywhere else, to both copies.
+        """Write elements (``Placed.storage_shape``), and the colour elsewhere, to both copies.
 
         With ``again`` the elements are known to be in place: only bands and gaps change.
         """

@@ -7,6 +7,7 @@ parametrised pytest item each beside it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -28,7 +29,7 @@ from equiv.lanes import Lanes, Target
 from equiv.pairs import add_checkout_paths, load_pair
 from equiv.pool import Worker
 from equiv.profiles import PROFILES, settings_of
-from equiv.worker import WorkerSpec
+from equiv.worker import spec_of
 
 app = typer.Typer(
     add_completion=False,
@@ -81,17 +82,7 @@ def equiv(
     core = _one_core()
     lanes = Lanes(made, Target("cpu"), PROFILES["gate"], candidate, 0)
     plan = lanes.plan("strides")
-    known = made.candidates.get(candidate)
-    spec = WorkerSpec(
-        pair=pair,
-        candidate=candidate,
-        device="cpu",
-        library=None,
-        entries=(),
-        environment=tuple(known.cpu_environment.items()) if known else (),
-        log="",
-        paths=tuple(p for p in sys.path if p),
-    )
+    spec = spec_of(made, candidate, "cpu")
     lines: list[str] = []
     rows: list[int] = []
     failed: list[str] = []
@@ -116,10 +107,9 @@ def equiv(
             return False
 
         assert plan.drawn is not None
-        try:
-            find(plan.drawn, run, settings=settings_of(PROFILES["gate"], cases), random=Random(0))
-        except NoSuchExample:
-            pass
+        options = settings_of(PROFILES["gate"], cases)
+        with contextlib.suppress(NoSuchExample):
+            find(plan.drawn, run, settings=options, random=Random(0))
         seconds = time.perf_counter() - start
     some = lines[: min(items, len(lines))]
     item_seconds = _as_items(pair, candidate, some)
@@ -147,7 +137,7 @@ def _one_core() -> int:
     if not hasattr(os, "sched_setaffinity"):
         msg = "the benchmark binds itself to one core, which this system can't"
         raise UsageError(msg)
-    core = sorted(os.sched_getaffinity(0))[-1]
+    core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     return core
 
@@ -183,7 +173,9 @@ def _as_items(pair: str, candidate: str, lines: list[str]) -> float:
         ]
         junit = path / "items.xml"
         command += [f"--junitxml={junit}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        done = subprocess.run(  # noqa: S603 - our own interpreter and file
+            command, capture_output=True, text=True, check=False, cwd=folder
+        )
         if done.returncode:
             msg = f"the pytest items failed: {' '.join(done.stdout.split())[-300:]}"
             raise UsageError(msg)

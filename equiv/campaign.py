@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from equiv import evidence
 from equiv.lane_run import LaneRun, Options, silent
-from equiv.lanes import Lanes, Target
-from equiv.ledger import Seen
+from equiv.lanes import Lanes
+from equiv.ledger import Seen, applying
 from equiv.pool import Unavailable, Worker
-from equiv.worker import WorkerSpec
+from equiv.worker import spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from equiv.ledger import Entry
     from equiv.pairs import OpPair
@@ -60,31 +60,17 @@ def run_candidate(
 
     """
     pair, target = options.pair, options.target
-    entries = tuple(
-        e
-        for e in options.entries
-        if e.applies(pair.name, name, target.device, options.versions)
-        or (
-            e.against == "oracle" and e.applies(pair.name, "stock", target.device, options.versions)
-        )
-    )
+    entries = applying(options.entries, pair.name, name, target.device, options.versions)
     known = pair.candidates.get(name)
-    slow = known is not None and not target.cuda
-    rate = known.rows_per_second if known is not None and slow else math.inf
-    target = Target(
-        target.device, target.multiprocessors, target.devices, target.memory_bytes, rate
-    )
-    environment = tuple(known.cpu_environment.items()) if known is not None and slow else ()
-    spec = WorkerSpec(
-        pair=pair.name,
-        candidate=name,
-        device=target.device,
+    if known is not None and not target.cuda:
+        target = replace(target, rows_per_second=known.rows_per_second)
+    spec = spec_of(
+        pair,
+        name,
+        target.device,
         library=options.library,
         entries=entries,
-        environment=environment,
-        log="",
         threads=options.threads,
-        paths=options.paths,
     )
     seen: dict[str, Seen] = defaultdict(Seen)
     lanes: list[evidence.Lane] = []
@@ -114,22 +100,12 @@ def run_candidate(
         for e in entries
         if e.against == "reference"
     ]
-    reasons = [f"declared divergence {u.id} is gone" for u in uses if u.state == "gone"]
-    if proof.get("candidate_ok") is False:
-        reasons.append("its kernel doesn't show in a profile of a call")
-    if proof.get("reference_ok") is False:
-        reasons.append("a fused kernel shows in a profile of the reference")
-    state = "passed"
-    if any(x.state == "failed" for x in lanes) or reasons:
-        state = "failed"
-    elif any(x.state == "not covered" for x in lanes):
-        state = "not covered"
-        reasons = [f"lane {x.lane}: {'; '.join(x.missing)}" for x in lanes if x.missing]
+    state, reason = state_of(lanes, uses, proof)
     return (
         evidence.Candidate(
             name=name,
             state=state,
-            reason="; ".join(reasons),
+            reason=reason,
             guard=guard or str(proof.get("guard", "")),
             proof=proof,
             lanes=lanes,
@@ -139,6 +115,21 @@ def run_candidate(
         ),
         seen,
     )
+
+
+def state_of(
+    lanes: list[evidence.Lane], uses: list[evidence.LedgerUse], proof: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Return a candidate's state and the reason for it, empty where a lane's findings tell it."""
+    reasons = [f"declared divergence {u.id} is gone" for u in uses if u.state == "gone"]
+    if proof.get("candidate_ok") is False:
+        reasons.append("its kernel doesn't show in a profile of a call")
+    if proof.get("reference_ok") is False:
+        reasons.append("a fused kernel shows in a profile of the reference")
+    if reasons or any(x.state == "failed" for x in lanes):
+        return "failed", "; ".join(reasons)
+    missing = [f"lane {x.lane}: {'; '.join(x.missing)}" for x in lanes if x.state == "not covered"]
+    return ("not covered" if missing else "passed"), "; ".join(missing)
 
 
 def _uncovered(name: str, reason: str) -> evidence.Candidate:

@@ -117,8 +117,8 @@ def parse(line: str) -> Case:
 
     """
     parts = line.strip().split("/", 1)
-    tail = parts[1].rsplit("/", 7) if len(parts) == 2 else []
-    if len(tail) != 8:
+    tail = parts[1].rsplit("/", len(FIELDS) - 2) if len(parts) > 1 else []
+    if len(tail) != len(FIELDS) - 1:
         msg = (
             f"can't read the case {line!r}: expected {len(FIELDS)} fields split by '/' "
             f"({'/'.join(FIELDS).upper()}); copy the line that a report printed"
@@ -167,5 +167,7 @@ def parse(line: str) -> Case:
             overrides=tuple(overrides),
         )
     except ValueError as e:
-        msg = f"can't read the case {line!r}: field {where} is malformed ({e}); copy the line that a report printed"
-        raise UsageError(msg) from None
+        raise UsageError(
+            f"can't read the case {line!r}: field {where} is malformed ({e}); "
+            "copy the line that a report printed"
+        ) from None

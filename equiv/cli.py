@@ -1,7 +1,7 @@
 """The command line ``bytegate``; ``python -m equiv`` is its ``equiv`` command.
 
-Exit codes: 0 pass; 1 a divergence or a missed fault; 2 bad usage or input; 3 inconclusive; 4 invalid,
-or something required was not covered.
+Exit codes: 0 pass; 1 a divergence or a missed fault; 2 bad usage or input; 3 inconclusive;
+4 invalid, or something required was not covered.
 """
 
 from __future__ import annotations
@@ -203,7 +203,9 @@ def main(words: list[str] | None = None) -> None:
     sys.exit(run_app(app, arguments, "bytegate"))
 
 
-def run_app(application: typer.Typer, arguments: list[str], name: str) -> int:
+def run_app(  # noqa: PLR0911 - an exit code each
+    application: typer.Typer, arguments: list[str], name: str
+) -> int:
     """Run a command line and return its exit code; every error is one line on standard error."""
     try:
         code = application(args=arguments, prog_name=name, standalone_mode=False)

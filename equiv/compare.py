@@ -54,8 +54,9 @@ class Difference:
         """Return the difference in one line."""
         dtype = DTYPES[self.dtype]
         return (
-            f"{self.output}: {self.bytes:,} bytes in {self.elements:,} of {self.total_elements:,} elements; "
-            f"first at {self.place}: expected {describe(self.expected, dtype)}, got "
+            f"{self.output}: {self.bytes:,} bytes in {self.elements:,} of "
+            f"{self.total_elements:,} elements; first at {self.place}: "
+            f"expected {describe(self.expected, dtype)}, got "
             f"{describe(self.actual, dtype)}: {explain(self.expected, self.actual, dtype)}"
         )
 
@@ -78,7 +79,7 @@ def by_category(
 ) -> list[tuple[str, NDArray[np.bool_]]]:
     """Split differing elements by category: for each one met, its mask.
 
-    Each pair of bytes that occurs is looked at once, so a large case costs little more than a small.
+    Each pair of elements that occurs is looked at once, so large cases cost little more.
     """
     dtype = DTYPES[dtype_name]
     flat = np.flatnonzero(mask)

@@ -205,7 +205,7 @@ class CaseRun:
         """Run the stock ops on the operands as they lie in the arena."""
         try:
             outputs = self.pair.reference(self.arena.tensors(), self.point)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - it is the result
             detail = f"{type(e).__name__}: {_line(e)}"
             raise Found("reference_raised", detail, origin(e, "")) from None
         self.expected_pitches = {n: tuple(t.stride()) for n, t in outputs.items()}
@@ -363,8 +363,8 @@ class CaseRun:
             oracle_checked=oracle is not None,
             layouts=tuple(sorted(self.layouts)),
             ledger=tuple(hits),
-            **self.hashes(),
         )
+        base = self.hashed(base)
         if seen:
             self.bits = self.wrong_bits[0]  # a mode may have gone on to others
             return judge.judge(base, seen, oracle)
@@ -378,28 +378,24 @@ class CaseRun:
 
     def ended(self, f: Found) -> Result:
         """Turn an exception into a refusal, a declared event or a finding."""
-        if (
-            f.kind == "raised"
-            and self.claim.outcome == REFUSED
-            and not self.arena.changed(self.bits)
-        ):
-            if "CUDA error" not in f.detail:
-                return Result(REFUSED, detail=f.detail, raised_in=f.raised_in)
+        clean = f.kind == "raised" and "CUDA error" not in f.detail
+        if clean and self.claim.outcome == REFUSED and not self.arena.changed(self.bits):
+            return Result(REFUSED, detail=f.detail, raised_in=f.raised_in)
         for e in self.x.entries:
             if e.kind == f.kind and e.covers_case(self.point, aligned=self.claim.aligned):
                 return Result(DECLARED, f.detail, ledger=(LedgerHit(e.id, 1),))
         return Result(f.kind, f.detail, raised_in=f.raised_in, bytes_compared=self.bytes_compared)
 
-    def hashes(self) -> dict[str, str]:
+    def hashed(self, result: Result) -> Result:
         """Return the hashes of the logical inputs and the reference's outputs."""
         if self.room > LARGE_BYTES:
-            return {}
+            return result
         inputs, outputs = xxhash.xxh3_128(), xxhash.xxh3_128()
         for o in self.claim.operands:
             inputs.update(np.ascontiguousarray(self.bits[o.name]).data)
         for name in sorted(self.expected):
             outputs.update(self.expected[name].cpu().numpy().data)
-        return {"input_hash": inputs.hexdigest(), "output_hash": outputs.hexdigest()}
+        return replace(result, input_hash=inputs.hexdigest(), output_hash=outputs.hexdigest())
 
 
 def _facts(tensor: torch.Tensor) -> str:

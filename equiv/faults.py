@@ -1,14 +1,13 @@
 """``bytegate equiv faults``: the tester is tested.
 
 Every planted fault of the pair runs as a candidate, through the same door as anyone's kernel. It is
-caught when a lane fails and the clean twin, which differs from it in one place, passes the very case on
-which it failed; a crash or an exception also has to end in the faulty module. Beside it runs the
-false-alarm campaign: the reference against itself, the clean twins and the harmless variants.
+caught when a lane fails and the clean twin, which differs from it in one place, passes the very
+case on which it failed; a crash or an exception also has to end in the faulty module. Beside it
+runs the false-alarm campaign: the reference against itself, clean twins, harmless variants.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -23,7 +22,7 @@ from equiv.pairs import load_pair
 from equiv.pool import Worker
 from equiv.profiles import profile_of, seed_of
 from equiv.run import find_device, target_of
-from equiv.worker import WorkerSpec
+from equiv.worker import spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +81,6 @@ def run_faults(
         lanes=LANES,
         entries=entries,
         versions=environment.versions(),
-        paths=tuple(p for p in sys.path if p),
         first_finding_only=True,
     )
     wanted = [known[i] for i in request.only] if request.only else list(pair.faults)
@@ -179,34 +177,15 @@ def _not_here(fault: Fault, options: campaign.Options) -> str:
 def _twin(fault: Fault, line: str, options: campaign.Options) -> tuple[bool, str]:
     """Run the clean twin on a case; whether it passes, and its status."""
     case = parse(line).with_(candidate=fault.clean)
-    with Worker(options.pair, _spec(fault.clean, options)) as worker:
+    candidates.check_name(options.pair, fault.clean)
+    device = options.target.device
+    entries = ledger.applying(
+        options.entries, options.pair.name, fault.clean, device, options.versions
+    )
+    spec = spec_of(options.pair, fault.clean, device, library=options.library, entries=entries)
+    with Worker(options.pair, spec) as worker:
         result = worker.run(case)
     return not result.failed, result.status
-
-
-def _spec(name: str, options: campaign.Options) -> WorkerSpec:
-    candidates.check_name(options.pair, name)
-    device = options.target.device
-    entries = tuple(
-        e
-        for e in options.entries
-        if e.applies(options.pair.name, name, device, options.versions)
-        or (
-            e.against == "oracle"
-            and e.applies(options.pair.name, "stock", device, options.versions)
-        )
-    )
-    return WorkerSpec(
-        options.pair.name,
-        name,
-        device,
-        options.library,
-        entries,
-        (),
-        "",
-        options.threads,
-        options.paths,
-    )
 
 
 def false_alarms(

@@ -29,7 +29,8 @@ def _stream(kind: str, seed: int, operand: int) -> np.random.Philox:
 
 def _raw(stream: np.random.Philox, size: int, dtype: DType) -> Bits:
     words = -(-size * dtype.itemsize // 8)
-    return np.asarray(stream.random_raw(words), dtype=np.uint64).view(dtype.bits)[:size]
+    made: Bits = np.asarray(stream.random_raw(words), dtype=np.uint64).view(dtype.bits)
+    return made[:size]
 
 
 def bits(size: int, dtype: DType, seed: int, operand: int) -> Bits:
@@ -42,9 +43,9 @@ def near(size: int, dtype: DType, seed: int, operand: int) -> Bits:
     out = bits(size, dtype, seed, operand).copy()
     if not dtype.is_float or dtype.name == "e4m3":
         return out
-    return _near_exponents(dtype)[out >> dtype.bits(dtype.mantissa_bits)] | (
-        out & dtype.bits((1 << dtype.mantissa_bits) - 1)
-    )
+    head = _near_exponents(dtype)[out >> dtype.bits(dtype.mantissa_bits)]
+    made: Bits = head | (out & dtype.bits((1 << dtype.mantissa_bits) - 1))
+    return made
 
 
 @cache
@@ -95,7 +96,8 @@ def special_patterns(dtype: DType) -> tuple[int, ...]:
 def special(size: int, dtype: DType, seed: int, operand: int) -> Bits:
     """Draw each element from ``special_patterns``."""
     choice = _raw(_stream("special", seed, operand), size, DTYPES["bf16"])
-    return _special_table(dtype)[choice & np.uint16(SPECIAL_TABLE - 1)]
+    made: Bits = _special_table(dtype)[choice & np.uint16(SPECIAL_TABLE - 1)]
+    return made
 
 
 SPECIAL_TABLE = 4096
@@ -141,8 +143,8 @@ def tiled(size: int, dtype: DType, seed: int, operand: int) -> Bits:
 def sweep8(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     """Every pattern once in every group of 8 columns, over 2^n / 8 consecutive rows.
 
-    Element (r, c) is ``8*a*r + c mod 8 + d*(c div 8) + seed mod 2^n``, a odd. For kernels too slow for
-    ``sweep``; 8 columns are what a lane of 16 bytes holds.
+    Element (r, c) is ``8*a*r + c mod 8 + d*(c div 8) + seed mod 2^n``, a odd. For kernels too slow
+    for ``sweep``; 8 columns are what a lane of 16 bytes holds.
     """
     count = 1 << 8 * dtype.itemsize
     a = (2 * (seed * 7919 + 3) + 1) % count
@@ -152,7 +154,8 @@ def sweep8(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     column = (c % np.uint64(8) + c // np.uint64(8) * np.uint64(d) + np.uint64(seed)).astype(
         dtype.bits
     )
-    return (row[:, None] + column[None, :]).astype(dtype.bits)
+    made: Bits = (row[:, None] + column[None, :]).astype(dtype.bits)
+    return made
 
 
 def sweep(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
@@ -168,7 +171,8 @@ def sweep(rows: int, columns: int, dtype: DType, seed: int) -> Bits:
     column = (np.arange(columns, dtype=np.uint64) * np.uint64(b) + np.uint64(seed)).astype(
         dtype.bits
     )
-    return (row[:, None] + column[None, :]).astype(dtype.bits)
+    made: Bits = (row[:, None] + column[None, :]).astype(dtype.bits)
+    return made
 
 
 KINDS: dict[str, Callable[[int, DType, int, int], Bits]] = {

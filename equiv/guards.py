@@ -27,7 +27,7 @@ class ServeAllocations(TorchDispatchMode):
     """
 
     def __init__(self, arena: OutputArena) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.arena = arena
 
     @classmethod
@@ -43,25 +43,21 @@ class ServeAllocations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Serve an allocation, or run the op as it is."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or ())
         wanted = _wanted(func, args, kwargs)
         if wanted is not None:
             shape, pitches, dtype, device = wanted
-            same = device.type == self.arena.device.type and (
-                device.index is None or device.index == (self.arena.device.index or 0)
-            )
-            if (
-                same
-                and kwargs.get("layout") in {None, torch.strided}
-                and not kwargs.get("pin_memory")
-            ):
+            index = self.arena.device.index or 0
+            same = device.type == self.arena.device.type and device.index in {None, index}
+            plain = kwargs.get("layout") in {None, torch.strided} and not kwargs.get("pin_memory")
+            if same and plain:
                 served = self.arena.serve(shape, pitches, dtype)
                 if served is not None:
                     return served
         return func(*args, **kwargs)
 
 
-def _wanted(
+def _wanted(  # noqa: PLR0911 - an allocation each
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device] | None:
     """Return (shape, pitches, dtype, device) of an allocation without contents, else None."""
@@ -109,7 +105,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
         found = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return None
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 _MALLOPT = _mallopt()
@@ -157,7 +153,7 @@ def global_state() -> dict[str, Any]:
 
 
 def _matmul_precision() -> str:
-    """Return the precision of float32 products; torch refuses to say after it was set in two ways."""
+    """Return the precision of float32 products; torch may refuse to say, set in two ways."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -29,7 +29,7 @@ LARGE_BYTES = 1 << 28
 """Outputs above this are compared on the device alone: no hash, and the oracle sees windows."""
 
 CHUNK_ELEMENTS = 1 << 24
-"""Output elements of a large case that are looked through at a time, once they are known to differ."""
+"""Output elements of a large case that are looked through at a time, where they differ."""
 
 ORACLE_WINDOW = 64
 """Leading rows of the first dimension in each window that the oracle checks of a large case."""
@@ -238,9 +238,9 @@ class Judge:
 
     def shared_leading(self) -> bool:
         """Whether the first dimension of every tensor is the pair's first dimension."""
-        leading = {
-            s.shape[0] for s in (*self.run.claim.operands, *self.run.outputs.values()) if s.shape
-        }
+        shapes = [o.shape for o in self.run.claim.operands]
+        shapes += [o.shape for o in self.run.outputs.values()]
+        leading = {s[0] for s in shapes if s}
         return leading == {self.run.point[next(iter(self.run.pair.dims))]}
 
     def part(self, w: slice) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

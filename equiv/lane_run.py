@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from equiv import evidence, shrink
 from equiv.domain import claim_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from equiv.pool import Worker
 
 MAX_SIGNATURES = 6
-"""Different findings after which a lane stops: one kernel rarely has more bugs worth telling apart."""
+"""Different findings after which a lane stops: one kernel rarely has more bugs to tell apart."""
 
 LOST_WORKERS = {"cpu": 40, "cuda": 8}
 """Workers lost to undeclared crashes and hangs after which a lane stops."""
@@ -56,7 +56,6 @@ class Options:
     entries: tuple[Entry, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     library: str | None = None
-    paths: tuple[str, ...] = ()
     threads: int = 1
     first_finding_only: bool = False
     shrink: bool = True
@@ -65,6 +64,7 @@ class Options:
 
 
 def silent(candidate: str, lane: str, done: int, total: int) -> None:
+    """Show no progress."""
     del candidate, lane, done, total
 
 
@@ -133,38 +133,33 @@ class LaneRun:
         except DoesNotFit as e:
             self.missing.append(str(e))
             return Result(UNDEFINED)
-        if drawn:
-            self.drawn += 1
-        else:
-            self.enumerated += 1
-        point = dict(case.point)
-        rows = self.options.pair.rows(point)
-        self.rows.append(rows)
-        for name in self.options.pair.dims:
-            value = int(point[name])
-            low, high = self.ranges.get(name, (value, value))
-            self.ranges[name] = (min(low, value), max(high, value))
-        low, high = self.ranges.get("rows", (rows, rows))
-        self.ranges["rows"] = (min(low, rows), max(high, rows))
-        for kind in kinds_of(self.options.pair, case, self.lanes.marks):
-            self.kinds[kind] += 1
-        self.statuses[result.status] += 1
-        self.oracle_checked += result.oracle_checked
-        self.guarded += result.outputs_guarded
-        self.bytes_compared += result.bytes_compared
-        for name in result.layouts:
-            self.layouts[name] += 1
-        account(self.seen, result)
-        self._sample(case, result)
-        if result.failed:
-            for signature in result.signatures:
-                self.occurrences[signature] += 1
-            if result.status in {"crash", "hang"}:
-                self.lost += 1
+        self.drawn += drawn
+        self.enumerated += not drawn
+        self._count(case, result)
         done = self.enumerated + self.drawn
         if done % 16 == 0 or done == self.total:
             self.progress(case.candidate, self.plan.lane, done, self.total)
         return result
+
+    def _count(self, case: Case, result: Result) -> None:
+        """Add one result to what the lane reports."""
+        point = dict(case.point)
+        rows = self.options.pair.rows(point)
+        self.rows.append(rows)
+        for name, value in (*[(n, int(point[n])) for n in self.options.pair.dims], ("rows", rows)):
+            low, high = self.ranges.get(name, (value, value))
+            self.ranges[name] = (min(low, value), max(high, value))
+        self.kinds.update(kinds_of(self.options.pair, case, self.lanes.marks))
+        self.layouts.update(result.layouts)
+        self.statuses[result.status] += 1
+        self.oracle_checked += result.oracle_checked
+        self.guarded += result.outputs_guarded
+        self.bytes_compared += result.bytes_compared
+        account(self.seen, result)
+        self._sample(case, result)
+        if result.failed:
+            self.occurrences.update(result.signatures)
+            self.lost += result.status in {"crash", "hang"}
 
     def _sample(self, case: Case, result: Result) -> None:
         if result.failed or not result.input_hash:

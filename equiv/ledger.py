@@ -95,6 +95,18 @@ class Entry:
         return all(point.get(name) in values for name, values in self.case)
 
 
+def applying(
+    entries: Sequence[Entry], pair: str, candidate: str, device: str, versions: Mapping[str, str]
+) -> tuple[Entry, ...]:
+    """Return the entries that speak of a candidate, or of the reference against the oracle."""
+    return tuple(
+        e
+        for e in entries
+        if e.applies(pair, candidate, device, versions)
+        or (e.against == "oracle" and e.applies(pair, "stock", device, versions))
+    )
+
+
 def elements_covered(
     entries: Sequence[Entry],
     classes: Mapping[str, Any],
@@ -147,13 +159,13 @@ class Seen:
 
 
 def _bytes_of(where: str, value: Any) -> tuple[int, ...]:
+    wanted = f"{where} must be a list of hex strings such as ['7f', 'ff'], not {value!r}"
+    if not isinstance(value, list):
+        raise UsageError(wanted)
     try:
-        if not isinstance(value, list):
-            raise TypeError(value)
         return tuple(int(x, 16) for x in value)
     except (TypeError, ValueError):
-        msg = f"{where} must be a list of hex strings such as ['7f', 'ff'], not {value!r}"
-        raise UsageError(msg) from None
+        raise UsageError(wanted) from None
 
 
 _FIELDS = {
@@ -175,71 +187,90 @@ _FIELDS = {
 _MANDATORY = ("id", "pair", "candidates", "devices", "kind", "reason", "reference")
 
 
+CHOICES = {
+    "kind": KINDS,
+    "against": AGAINST,
+    "alignment": ("any", "aligned", "misaligned"),
+}
+"""Fields that take one of a few words; the first is the default."""
+
+
 def _entry(raw: Any, where: str) -> Entry:
     if not isinstance(raw, dict):
-        msg = f"{where}: expected a table, got {type(raw).__name__}"
-        raise UsageError(msg)
+        raise UsageError(f"{where}: expected a table, got {type(raw).__name__}")
     unknown = sorted(set(raw) - _FIELDS)
     missing = [f for f in _MANDATORY if not raw.get(f)]
     if unknown or missing:
         what = f"unknown fields {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
-        msg = f"{where} ({raw.get('id', 'no id')}): {what}"
-        raise UsageError(msg)
+        raise UsageError(f"{where} ({raw.get('id', 'no id')}): {what}")
     where = f"{where} ({raw['id']})"
-    for name, allowed in (
-        ("kind", KINDS),
-        ("against", AGAINST),
-        ("alignment", ("any", "aligned", "misaligned")),
-    ):
+    try:
+        _words(raw)
+        _versions(raw.get("versions", {}))
+        return _checked(raw)
+    except UsageError as e:
+        raise UsageError(f"{where}: {e}") from None
+
+
+def _words(raw: dict[str, Any]) -> None:
+    """Check the fields that hold words and lists of words."""
+    for name, allowed in CHOICES.items():
         value = raw.get(name, allowed[0])
         if value not in allowed:
-            msg = f"{where}: {name} is {value!r}, expected one of {', '.join(allowed)}"
-            raise UsageError(msg)
+            raise UsageError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
     for name in ("candidates", "devices"):
         value = raw[name]
         if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
-            msg = f"{where}: {name} must be a list of strings"
-            raise UsageError(msg)
-    unknown_devices = sorted(set(raw["devices"]) - {"cpu", "cuda"})
-    if unknown_devices:
-        raise UsageError(f"{where}: devices must be cpu or cuda, not {', '.join(unknown_devices)}")
+            raise UsageError(f"{name} must be a list of strings")
+    unknown = sorted(set(raw["devices"]) - {"cpu", "cuda"})
+    if unknown:
+        raise UsageError(f"devices must be cpu or cuda, not {', '.join(unknown)}")
     for name in ("id", "pair", "element", "reason", "reference"):
         if not isinstance(raw.get(name, ""), str):
-            raise UsageError(f"{where}: {name} must be a string, not {raw[name]!r}")
-    case, versions = raw.get("case", {}), raw.get("versions", {})
-    if not isinstance(case, dict) or not isinstance(versions, dict):
-        msg = f"{where}: case and versions must be tables"
-        raise UsageError(msg)
-    strange = sorted(set(versions) - set(PACKAGES))
-    if strange:
+            raise UsageError(f"{name} must be a string, not {raw[name]!r}")
+
+
+def _versions(versions: Any) -> None:
+    """Check the packages and specifiers of ``versions``."""
+    if not isinstance(versions, dict):
+        raise UsageError("versions must be a table")
+    unknown = sorted(set(versions) - set(PACKAGES))
+    if unknown:
         raise UsageError(
-            f"{where}: versions of {', '.join(strange)} aren't known; expected {', '.join(PACKAGES)}"
+            f"versions of {', '.join(unknown)} aren't known; expected {', '.join(PACKAGES)}"
         )
     for specifier in versions.values():
         try:
             SpecifierSet(str(specifier))
         except InvalidSpecifier:
-            msg = f"{where}: {specifier!r} is no version specifier such as '>=2.11,<2.12'"
-            raise UsageError(msg) from None
-    actual = raw.get("actual")
+            raise UsageError(
+                f"{specifier!r} is no version specifier such as '>=2.11,<2.12'"
+            ) from None
+
+
+def _checked(raw: dict[str, Any]) -> Entry:
+    """Make the entry of a table whose words are in order."""
+    case = raw.get("case", {})
+    if not isinstance(case, dict):
+        raise UsageError("case must be a table")
+    actual, expected = raw.get("actual"), raw.get("expected")
     if actual is not None and not isinstance(actual, str):
-        actual = _bytes_of(f"{where}: actual", actual)
-    expected = raw.get("expected")
+        actual = _bytes_of("actual", actual)
     return Entry(
-        id=str(raw["id"]),
-        pair=str(raw["pair"]),
+        id=raw["id"],
+        pair=raw["pair"],
         candidates=tuple(raw["candidates"]),
         devices=tuple(raw["devices"]),
-        versions=tuple((str(k), str(v)) for k, v in versions.items()),
+        versions=tuple((str(k), str(v)) for k, v in raw.get("versions", {}).items()),
         kind=raw["kind"],
-        against=raw.get("against", "reference"),
+        against=raw.get("against", AGAINST[0]),
         case=tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in case.items()),
         alignment=raw.get("alignment", "any"),
         element=raw.get("element"),
-        expected=None if expected is None else _bytes_of(f"{where}: expected", expected),
+        expected=None if expected is None else _bytes_of("expected", expected),
         actual=actual,
-        reason=str(raw["reason"]),
-        reference=str(raw["reference"]),
+        reason=raw["reason"],
+        reference=raw["reference"],
     )
 
 
@@ -260,16 +291,18 @@ def load(path: Path | None = None) -> tuple[Entry, ...]:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
-        msg = f"can't read the ledger {path}: {getattr(e, 'strerror', None) or e}; give --ledger a TOML file"
-        raise UsageError(msg) from None
+        why = getattr(e, "strerror", None) or e
+        raise UsageError(
+            f"can't read the ledger {path}: {why}; give --ledger a TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as e:
         msg = f"the ledger {path} isn't valid TOML: {e}"
         raise UsageError(msg) from None
     unknown = sorted(set(raw) - {"divergence"})
     table = raw.get("divergence", [])
     if unknown or not isinstance(table, list):
-        msg = f"the ledger {path} must hold [[divergence]] tables alone, found {', '.join(unknown) or type(table).__name__}"
-        raise UsageError(msg)
+        what = ", ".join(unknown) or type(table).__name__
+        raise UsageError(f"the ledger {path} must hold [[divergence]] tables alone, found {what}")
     entries = tuple(_entry(r, f"the ledger {path}, entry {i + 1}") for i, r in enumerate(table))
     ids = [e.id for e in entries]
     doubled = sorted({i for i in ids if ids.count(i) > 1})

@@ -220,13 +220,13 @@ class Worker:
             frames.append((Path(path), place.partition(" in ")[2]))
         own = Path(self.spec.candidate.rpartition(":")[0].removesuffix(".py").replace(".", "/"))
         ours = Path(worker.__file__).parent
-        for place in (
+        for likely in (
             [f for f in frames if f[0].stem == own.name],
             [f for f in frames if "torch" not in f[0].parts and f[0].parent != ours],
         ):
-            if place:
-                path, function = place[0]
-                return f"in {path.stem}.{function}", f"{path.stem}:{function}"
+            if likely:
+                innermost, function = likely[0]
+                return f"in {innermost.stem}.{function}", f"{innermost.stem}:{function}"
         return "", ""
 
     def _kill(self) -> None:

@@ -1,7 +1,7 @@
 """A slow producer that lets its dependents start early (programmatic dependent launch, sm_90+).
 
-It triggers ``griddepcontrol.launch_dependents`` first, waits, and only then copies. A dependent kernel
-that was launched with programmatic stream serialization and doesn't wait reads the old bytes.
+It triggers ``griddepcontrol.launch_dependents`` first, waits, and only then copies. A dependent
+kernel that was launched with programmatic stream serialization and doesn't wait reads old bytes.
 Source: CUDA C++ programming guide, "Programmatic Dependent Launch and Synchronization".
 """
 

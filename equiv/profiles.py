@@ -1,7 +1,7 @@
 """The three profiles: how much of the domain a run draws, and hypothesis's settings for it.
 
-They are registered with hypothesis under names of their own and chosen explicitly: where the variable
-``CI`` is set, hypothesis would otherwise load a profile that neither explores nor remembers.
+They are registered with hypothesis under names of their own and chosen explicitly: where the
+variable ``CI`` is set, hypothesis would load a profile that neither explores nor remembers.
 """
 
 from __future__ import annotations

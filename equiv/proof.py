@@ -29,7 +29,8 @@ def profiled(call: Callable[[], Any], *, cuda: bool) -> list[str]:
         if cuda:
             torch.cuda.synchronize()
     events = p.events() or []
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    kinds: Any = torch.autograd
+    wanted = kinds.DeviceType.CUDA if cuda else kinds.DeviceType.CPU
     names = {e.name for e in events if e.device_type == wanted}
     operators = {e.name for e in events if "::" in e.name}
     return sorted(names | operators)

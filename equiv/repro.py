@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from equiv.pairs import load_pair
 from equiv.pool import Unavailable, Worker
 from equiv.result import FINDINGS, Result
 from equiv.run import find_device
-from equiv.worker import WorkerSpec
+from equiv.worker import spec_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,22 +44,8 @@ def repro(line: str, *, library: str | None = None, ledger_path: Path | None = N
     entries = ledger.load(ledger_path)
     ledger.check_names(entries, pair)
     versions = environment.versions(library)
-    known = pair.candidates.get(case.candidate)
-    spec = WorkerSpec(
-        pair=pair.name,
-        candidate=case.candidate,
-        device=device,
-        library=library,
-        entries=tuple(
-            e
-            for e in entries
-            if e.applies(pair.name, case.candidate, device, versions)
-            or (e.against == "oracle" and e.applies(pair.name, "stock", device, versions))
-        ),
-        environment=tuple(known.cpu_environment.items()) if known and device == "cpu" else (),
-        log="",
-        paths=tuple(p for p in sys.path if p),
-    )
+    applying = ledger.applying(entries, pair.name, case.candidate, device, versions)
+    spec = spec_of(pair, case.candidate, device, library=library, entries=applying)
     lines = [
         f"case      {case}",
         f"operands  {', '.join(f'{o.name} {list(o.shape)} {o.dtype}' for o in claim.operands)}",
@@ -78,8 +63,7 @@ def repro(line: str, *, library: str | None = None, ledger_path: Path | None = N
         lines.append(f"oracle    {result.voices}")
     if result.raised_in:
         lines.append(f"raised in {result.raised_in}")
-    for hit in result.ledger:
-        lines.append(f"ledger    {hit.entry}: {hit.elements:,} elements or events")
+    lines += [f"ledger    {h.entry}: {h.elements:,} elements or events" for h in result.ledger]
     if result.input_hash:
         lines.append(f"hashes    inputs {result.input_hash}, outputs {result.output_hash}")
     return Reproduced(result, lines, ExitCode.FAIL if result.failed else ExitCode.PASS)

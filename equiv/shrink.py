@@ -7,6 +7,7 @@ with single elements set, as few as still fail, and those as plain as still fail
 
 from __future__ import annotations
 
+import contextlib
 import time
 from random import Random
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     Fails = Callable[[Case], bool]
 
 MAX_ELEMENTS = 4096
-"""Above so many input elements, the search for a few that matter starts from the first difference."""
+"""Above so many input elements only those of the first difference are tried."""
 
 MAX_TRIES = 250
 """Runs spent on the bytes of one case."""
@@ -60,7 +61,7 @@ class Deadline:
 
 
 def structure(pair: OpPair, case: Case, fails: Fails, seconds: float, options: settings) -> Case:
-    """Return the smallest failing case that hypothesis finds among those no larger than ``case``."""
+    """Return the smallest failing case that hypothesis finds, no larger than ``case``."""
     deadline = Deadline(fails, seconds)
     options = settings(
         options,
@@ -76,10 +77,8 @@ def structure(pair: OpPair, case: Case, fails: Fails, seconds: float, options: s
             best[0] = candidate
         return failed
 
-    try:
+    with contextlib.suppress(NoSuchExample, Flaky):
         find(smaller(pair=pair, case=case), keep, settings=options, random=Random(0))
-    except (NoSuchExample, Flaky):
-        pass
     return descend(pair, best[0], deadline)
 
 
@@ -177,7 +176,7 @@ def bytes_(
 
 
 def compact(pair: OpPair, case: Case, fails: Deadline) -> Case:
-    """Move a single set element to the first row of its operand, in the same column, and try fewer rows."""
+    """Move a single set element to its operand's first row, and try fewer rows."""
     if len(case.overrides) != 1:
         return case
     ((name, index, bits),) = case.overrides
@@ -245,15 +244,13 @@ def _plainest(
         d = DTYPES[held[name][1]]
         one = int(fill("one", (1,), d, 0, 0)[0])
         tries = [one] + [bits & ~(1 << b) for b in range(8 * d.itemsize) if bits >> b & 1]
+        now = bits
         for plain in tries:
-            if plain in {0, bits}:
+            if plain in {0, now} or now == one:
                 continue
             trial = [*kept[:i], (name, index, plain), *kept[i + 1 :]]
             if fails(empty.with_(overrides=tuple(trial))):
-                kept = trial
-                if plain == one:
-                    break
-                bits = plain
+                kept, now = trial, plain
     return empty.with_(overrides=tuple(kept))
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from equiv.case import Case
     from equiv.ledger import Entry
+    from equiv.pairs import OpPair
     from equiv.result import Result
 
 PRELOAD = ("torch", "torch._dynamo", "numpy", "xxhash", "equiv.execute")
@@ -50,6 +51,31 @@ class WorkerSpec:
     log: str
     threads: int = 1
     paths: tuple[str, ...] = ()
+
+
+def spec_of(
+    pair: OpPair,
+    candidate: str,
+    device: str,
+    *,
+    library: str | None = None,
+    entries: tuple[Entry, ...] = (),
+    threads: int = 1,
+) -> WorkerSpec:
+    """Return what a worker needs to run a candidate of a pair, with this process's paths."""
+    known = pair.candidates.get(candidate)
+    on_cpu = known is not None and not device.startswith("cuda")
+    return WorkerSpec(
+        pair=pair.name,
+        candidate=candidate,
+        device=device,
+        library=library,
+        entries=entries,
+        environment=tuple(known.cpu_environment.items()) if known and on_cpu else (),
+        log="",
+        threads=threads,
+        paths=tuple(p for p in sys.path if p),
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,7 @@ def _start(pipe: Connection, spec: WorkerSpec) -> Any:
     except UsageError as e:
         pipe.send(Hello(ready=False, usage=str(e)))
         return None
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - it is the result
         if type(e).__name__ == "Unavailable":
             pipe.send(Hello(ready=False, unavailable=str(e)))
         else:
@@ -135,7 +161,7 @@ def _serve(pipe: Connection, executor: Any, spec: WorkerSpec) -> None:
             answer = executor.run(case)
         except BytegateError as e:
             answer = e
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - it is the result
             answer = _failure(e, executor, case)
         if cuda and not isinstance(answer, BaseException):
             answer = _device_health(answer)
@@ -172,7 +198,7 @@ def _lost_or_left() -> str:
         torch.cuda.synchronize()
         take_last_error()
         torch.zeros(1, device="cuda").add_(1).item()
-    except Exception:
+    except Exception:  # noqa: BLE001 - it is the result
         return "crash"
     return "last_error"
 
@@ -185,7 +211,7 @@ def _device_health(result: Result) -> Result:
 
     try:
         torch.cuda.synchronize()
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - it is the result
         text = str(e).strip().splitlines()[0]
         return replace(result, status="crash", detail=f"the CUDA context is lost: {text}")
     error = take_last_error()

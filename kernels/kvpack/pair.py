@@ -4,7 +4,7 @@
 
     k [T, H, 192] = [f(kv_nope[..., :128]) | f(k_pe)]     v [T, H, 128] = f(kv_nope[..., 128:])
 
-``f`` casts to ``float8_e4m3fn`` with ``fp8``, and does nothing otherwise. A row is one (token, head).
+``f`` casts to ``float8_e4m3fn`` with ``fp8``, and does nothing otherwise. A row is a (token, head).
 
 Domain: bf16 and fp16, any T and H from 1 up, any pitches and bases that are multiples of
 16 bytes (8 for fp8 ``k_pe``). Elsewhere a kernel may refuse, with an exception and

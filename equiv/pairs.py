@@ -244,8 +244,9 @@ def load_pair(name: str) -> OpPair:
     module, _, attribute = known[name].partition(":")
     try:
         pair = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        msg = f"pair {name!r} ({known[name]}) can't be imported: {type(e).__name__}: {e}"
+    except Exception as e:  # noqa: BLE001 - whatever somebody's module does while it is imported
+        what = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        msg = f"pair {name!r} ({known[name]}) can't be imported: {what}"
         raise UsageError(msg) from e
     missing = [a for a in REQUIRED if not hasattr(pair, a)]
     if missing:

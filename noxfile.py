@@ -51,7 +51,13 @@ TRITON = "triton==3.9.0"
 """Runs under its interpreter here. It asks for no torch of its own, hence for no CUDA."""
 GROUPS = ("lint", "typecheck", "tests", "build")
 
-COMMANDS = {"equiv": "equiv", "ppl": "ppl", "gate": "gate", "bench": "equiv.bench", "texts": "texts"}
+COMMANDS = {
+    "equiv": "equiv",
+    "ppl": "ppl",
+    "gate": "gate",
+    "bench": "equiv.bench",
+    "texts": "texts",
+}
 """Sessions that hand over to `python -m` this module, and leave with its exit code."""
 BAD_USAGE = 2
 INVALID = 4
@@ -101,7 +107,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Measure bytegate's own speed; `-- equiv` names what to measure."""
+    """Measure bytegate's own speed: `-- equiv` names what to measure."""
     _hand_over(session)
 
 
@@ -118,8 +124,9 @@ def _hand_over(session: nox.Session) -> None:
     still run; any other code ends nox at once with that code.
     """
     module = COMMANDS[session.name]
-    if not (ROOT / module / "__main__.py").is_file():
-        _refuse(session, f"{session.name} is not built yet: there is no {module}/__main__.py")
+    path = ROOT.joinpath(*module.split("."))
+    if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file():
+        _refuse(session, f"{session.name} is not built yet: there is no {path.name}/__main__.py")
     with _python(session, "project") as run:
         code = _call(session, [*run, "-m", module, *session.posargs])
     if code == 1:

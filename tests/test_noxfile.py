@@ -72,7 +72,7 @@ def test_exit_code_of_bytegate_is_the_exit_code_of_nox(checkout: Path, code: int
     assert f"ran with ['{code}', '--profile', 'gate']" in done.stdout
 
 
-@pytest.mark.parametrize("session", ["ppl", "gate", "bench", "texts"])
+@pytest.mark.parametrize("session", ["ppl", "gate", "texts"])
 def test_what_does_not_exist_is_refused(checkout: Path, session: str) -> None:
     done = nox(checkout, "-s", session)
     assert done.returncode == 2, done.stdout

@@ -261,7 +261,7 @@ def test_cuda_layouts(tokens: int, heads: int, *, use_fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["normal operands", "inference operands"])
-def test_inference_mode_has_a_graph_of_its_own(inside: bool) -> None:
+def test_inference_mode_has_a_graph_of_its_own(*, inside: bool) -> None:
     """Under ``torch.inference_mode`` any layout works too, whatever kind of tensor it is given."""
     with torch.inference_mode(inside):
         wide = torch.randn(5, 3, 256).to(torch.bfloat16)

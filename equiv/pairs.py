@@ -244,7 +244,7 @@ def load_pair(name: str) -> OpPair:
     module, _, attribute = known[name].partition(":")
     try:
         pair = getattr(importlib.import_module(module), attribute)
-    except Exception as e:  # noqa: BLE001 - whatever somebody's module does while it is imported
+    except Exception as e:  # whatever somebody's module does while it is imported
         what = f"{type(e).__name__}: {' '.join(str(e).split())}"
         msg = f"pair {name!r} ({known[name]}) can't be imported: {what}"
         raise UsageError(msg) from e

@@ -185,14 +185,12 @@ def alignment(x: Lanes, plan: Plan) -> None:
 
 
 def _offsets(operands: Sequence[Operand], *, both: bool) -> list[tuple[int, ...]]:
-    """Return base offsets in bytes: of each operand alone, and of all ``both`` combined."""
-    steps = [list(range(0, 32, DTYPES[o.dtype].itemsize)) for o in operands]
-    found: list[tuple[int, ...]] = []
-    if both:
-        found += itertools.product(*[own[:16] for own in steps])
-    for i, own in enumerate(steps):
-        found += [tuple(v if j == i else 0 for j in range(len(operands))) for v in own]
-    return list(dict.fromkeys(found))
+    """Return base offsets in bytes: of each operand alone, and of each two of them if ``both``."""
+    steps = [range(0, 32, DTYPES[o.dtype].itemsize) for o in operands]
+    found = [{i: offset} for i, own in enumerate(steps) for offset in own]
+    for i, j in itertools.combinations(range(len(operands)), 2) if both else ():
+        found += [{i: a, j: b} for a, b in itertools.product(steps[i][:16], steps[j][:16])]
+    return list(dict.fromkeys(tuple(f.get(i, 0) for i in range(len(operands))) for f in found))
 
 
 def _off_pitches(operand: Operand) -> Iterator[View]:

@@ -196,7 +196,7 @@ class LaneRun:
             result = self.run(case, drawn=False)
             for signature in result.signatures if result.failed else ():
                 if signature not in self.found:
-                    self._finding(case, result, signature, enumerated=True)
+                    self._finding(case, result, signature)
                     if self.options.first_finding_only:
                         break
             self._enough()
@@ -231,7 +231,7 @@ class LaneRun:
             if hunt.first is None or hunt.best is None:
                 break
             case, result = hunt.first
-            self._finding(case, result, hunt.signature, enumerated=False, best=hunt.best)
+            self._finding(case, result, hunt.signature, best=hunt.best)
             self._enough()
 
     def rerun(self, case: Case) -> Result:
@@ -277,7 +277,6 @@ class LaneRun:
         result: Result,
         signature: tuple[str, str],
         *,
-        enumerated: bool,
         best: tuple[Case, Result] | None = None,
     ) -> None:
         """Shrink a failure and record it."""
@@ -292,9 +291,8 @@ class LaneRun:
         set_elements: int | None = None
         if self.options.shrink and not self.costly(result):
             pair, seconds = self.options.pair, self.options.profile.shrink_seconds
-            if enumerated:
-                options = settings_of(self.options.profile, 60)
-                smallest = shrink.structure(pair, smallest, fails, seconds, options)
+            options = settings_of(self.options.profile, 60)
+            smallest = shrink.structure(pair, smallest, fails, seconds, options)
             d = results[str(smallest)].of(signature) if str(smallest) in results else None
             at = (d.output, d.index) if d else None
             if shrink.affordable(pair, smallest):
@@ -303,6 +301,11 @@ class LaneRun:
                 set_elements = len(smallest.overrides)
         told = results.get(str(smallest), smallest_result)
         d = told.of(signature)
+        detail = d.sentence() if d else told.detail
+        if self.options.shrink and not self.costly(result):
+            self.worker.restart()
+            if not fails(smallest):
+                detail += "; only after other cases in the same process: alone it passes"
         self.findings.append(
             evidence.Finding(
                 lane=self.plan.lane,
@@ -310,7 +313,7 @@ class LaneRun:
                 case=str(smallest),
                 found=str(case),
                 after_cases=self.enumerated + self.drawn,
-                detail=d.sentence() if d else told.detail,
+                detail=detail,
                 voices=told.voices if d is told.difference else "",
                 raised_in=told.raised_in,
                 repro=repro_command(smallest, self.options),

@@ -125,6 +125,11 @@ class Worker:
         if hello.unavailable:
             raise Unavailable(hello.unavailable)
 
+    def restart(self) -> None:
+        """Start a fresh process, which knows of no case before."""
+        self._stop()
+        self.start()
+
     def run(self, case: Case) -> Result:
         """Run a case; a worker that dies or hangs is a result, and is replaced."""
         claim = claim_of(self.pair, case)
@@ -237,13 +242,16 @@ class Worker:
 
     def close(self) -> None:
         """Stop the process and remove its log."""
+        self._stop()
+        with suppress(OSError):
+            self.log.unlink()
+
+    def _stop(self) -> None:
         if self._process is not None:
             with suppress(OSError, ValueError):
                 self._pipe.send(None)
             self._process.join(5)
             self._kill()
-        with suppress(OSError):
-            self.log.unlink()
 
 
 class _without_main:  # noqa: N801 - used as a context manager

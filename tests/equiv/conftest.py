@@ -63,7 +63,6 @@ def campaign(pair: OpPair, folder: Path) -> Campaign:
             profile=QUICK,
             seed=0,
             lanes=lanes,
-            paths=tuple(p for p in sys.path if p),
             shrink=False,
         )
         return run_candidate(name, replace(options, **changes))[0]

@@ -328,8 +328,8 @@ class OutputArena:
         if held < size or held > max(8 * size, 1 << 28):
             self._buffer = None
             with torch.inference_mode(mode=False):  # it outlives the mode that a case may run in
-                room = size + (size >> 2) + BASE
-                raw = torch.empty(room, dtype=torch.uint8, device=self.device)
+                more = size >> 2 if size <= SPARE_BYTES else 0
+                raw = torch.empty(size + more + BASE, dtype=torch.uint8, device=self.device)
             self._buffer = raw[-raw.data_ptr() % BASE :]
         self.colour = colour
         self.served = []

@@ -24,6 +24,7 @@ from equiv.guards import (
     restore_state,
 )
 from equiv.judge import LARGE_BYTES, Judge
+from equiv.modes import MODES
 from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, LedgerHit, Result
 from equiv.snapshots import integers, raw
 
@@ -168,6 +169,7 @@ class CaseRun:
         self.layouts: set[str] = set()
         self.wrong_colours: list[int] = []
         self.wrong_bits: list[dict[str, NDArray[Any]]] = []
+        self.met_declared = False
         self.declared: list[tuple[Snapshot, Snapshot]] = []
         self.storage: dict[str, NDArray[Any]] = {}
         self.bits: dict[str, NDArray[Any]] = {}
@@ -327,33 +329,44 @@ class CaseRun:
 
     # -- the case -------------------------------------------------------------------
 
+    def differences(self, judge: Judge, hits: list[LedgerHit]) -> list[tuple[Snapshot, Snapshot]]:
+        """Run the case's mode in both colours; return what differs undeclared, first of each.
+
+        A large case isn't copied: it is judged before the other colour runs.
+        """
+        seen: list[tuple[Snapshot, Snapshot]] = []
+        large = self.room > LARGE_BYTES
+        for colour in COLOURS:
+            if seen and large:
+                break
+            if colour != self.colour:
+                self.colour = colour
+                self.load(self.storage, again=not any(o.mutable for o in self.claim.operands))
+            for expected, actual in MODES[self.case.mode](self):
+                if self.same(expected, actual) or self.accepted(expected, actual):
+                    continue
+                kept = actual if large else {n: t.clone() for n, t in actual.items()}
+                if judge.all_declared(expected, kept, hits):
+                    self.met_declared = True
+                    if not large:  # what isn't a copy can't be compared with later
+                        self.declared.append((expected, kept))
+                    continue
+                seen.append((expected, kept))
+                self.wrong_colours.append(colour)
+                self.wrong_bits.append(self.bits)
+                break
+        return seen
+
     def result(self) -> Result:
         """Run the case."""
-        from equiv.modes import MODES
-
         try:
             self.arena.place(self.claim.operands, dict(self.case.views))
             self.load(self.elements(self.case.fill.seed))
             self.expected = self.reference()
             judge = Judge(self)
             oracle, oracle_hits, departure = judge.ask_oracle()
-            seen: list[tuple[Snapshot, Snapshot]] = []
             hits: list[LedgerHit] = list(oracle_hits)
-            for colour in COLOURS:
-                if colour != self.colour:
-                    self.colour = colour
-                    self.load(self.storage, again=not any(o.mutable for o in self.claim.operands))
-                for expected, actual in MODES[self.case.mode](self):
-                    if self.same(expected, actual) or self.accepted(expected, actual):
-                        continue
-                    kept = {n: t.clone() for n, t in actual.items()}
-                    if judge.all_declared(expected, kept, hits):
-                        self.declared.append((expected, kept))
-                        continue
-                    seen.append((expected, kept))
-                    self.wrong_colours.append(colour)
-                    self.wrong_bits.append(self.bits)
-                    break
+            seen = self.differences(judge, hits)
         except Found as f:
             return self.ended(f)
         base = Result(
@@ -368,7 +381,7 @@ class CaseRun:
         if seen:
             self.bits = self.wrong_bits[0]  # a mode may have gone on to others
             return judge.judge(base, seen, oracle)
-        if self.declared:
+        if self.met_declared:
             base = replace(base, status=DECLARED)
         if departure is not None:
             return replace(

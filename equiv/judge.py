@@ -257,6 +257,10 @@ class Judge:
         self, name: str, w: slice, left: NDArray[np.bool_], seen: list[tuple[Snapshot, Snapshot]]
     ) -> str:
         """Tell unwritten bytes and instability from a plain divergence."""
+        if self.run.room > LARGE_BYTES:  # one colour alone has run
+            bytes_ = np.ascontiguousarray(unsigned(seen[0][1][name][w])[left]).view(np.uint8)
+            unwritten = bool((bytes_ == self.run.wrong_colours[0]).all())
+            return "unwritten" if unwritten else "divergence"
         by_colour = dict(zip(self.run.wrong_colours, seen, strict=True))
         right = next(iter(seen))[0]
         pair = [by_colour.get(c, (right, right)) for c in COLOURS]  # not seen: it was equal

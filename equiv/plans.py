@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from equiv.lanes import Lanes, Plan
-    from equiv.pairs import Operand
+    from equiv.pairs import Operand, Output
 
 
 DEV_SHAPES = 60
@@ -26,6 +26,14 @@ DEV_SHAPES = 60
 FAR_PITCH = 1 << 28
 FAR_ROWS = 18
 """Rows a pitch of 2^28 elements apart: the last lies past 2^32 elements."""
+
+
+OUTPUT_COPIES = 3.0
+"""Memory of a case with large outputs, in sizes of them: expected, actual, and what ops need."""
+
+
+def _bytes(output: Output) -> int:
+    return math.prod(output.shape) * DTYPES[output.dtype].itemsize
 
 
 def layouts(operand: Operand) -> Iterator[View]:
@@ -240,6 +248,10 @@ def _large_outputs(x: Lanes, plan: Plan) -> None:
         rows = elements // widest.shape[-1]
         dims = {**x.dims_of(rows), first: rows}
         full = {**point, **dims}
+        needed = int(OUTPUT_COPIES * sum(_bytes(o) for o in x.pair.outputs(full)))
+        if 0 < x.target.memory_bytes < needed:
+            plan.left_out.append(f"{widest.name} past 2^31 elements (needs {needed >> 30} GiB)")
+            continue
         views = []
         for o in x.pair.operands(full):
             if o.mutable or len(o.shape) < 2:  # noqa: PLR2004 - rows that may overlap

@@ -65,12 +65,22 @@ def find_device(name: str | None) -> str:
     return f"cuda:{index or 0}"
 
 
+def available_memory() -> int:
+    """Return the bytes of memory that are free for the taking; 0 where that can't be told."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = next((x for x in text.splitlines() if x.startswith("MemAvailable:")), None)
+    return int(found.split()[1]) << 10 if found else 0
+
+
 def target_of(device: str) -> Target:
     """Describe a device for the lanes."""
     import torch
 
     if device == "cpu":
-        return Target("cpu", DEFAULT_SMS)
+        return Target("cpu", DEFAULT_SMS, memory_bytes=available_memory())
     found = torch.cuda.get_device_properties(device)
     return Target(
         device,

@@ -243,9 +243,9 @@ def _plainest(
     for i, (name, index, bits) in enumerate(kept):
         d = DTYPES[held[name][1]]
         one = int(fill("one", (1,), d, 0, 0)[0])
-        tries = [one] + [bits & ~(1 << b) for b in range(8 * d.itemsize) if bits >> b & 1]
         now = bits
-        for plain in tries:
+        for bit in (None, *range(8 * d.itemsize)):
+            plain = one if bit is None else now & ~(1 << bit)
             if plain in {0, now} or now == one:
                 continue
             trial = [*kept[:i], (name, index, plain), *kept[i + 1 :]]

@@ -246,11 +246,13 @@ def _plainest(
         now = bits
         for bit in (None, *range(8 * d.itemsize)):
             plain = one if bit is None else now & ~(1 << bit)
-            if plain in {0, now} or now == one:
+            if plain in {0, now}:
                 continue
             trial = [*kept[:i], (name, index, plain), *kept[i + 1 :]]
             if fails(empty.with_(overrides=tuple(trial))):
                 kept, now = trial, plain
+            if now == one:
+                break
     return empty.with_(overrides=tuple(kept))
 
 

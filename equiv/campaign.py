@@ -82,8 +82,7 @@ def run_candidate(
         with Worker(pair, spec) as worker:
             proof: dict[str, Any] = {}
             if not options.drawn_only:
-                names = _fused_names(pair)
-                proof = combined([worker.prove(c, names) for c in made.simplest()])
+                proof = _proof(worker, made, _fused_names(pair))
             for lane in options.lanes:
                 plan = made.plan(lane)
                 if options.drawn_only:
@@ -138,6 +137,16 @@ def _uncovered(name: str, reason: str) -> evidence.Candidate:
 
 def _fused_names(pair: OpPair) -> tuple[str, ...]:
     return tuple(sorted({e for c in pair.candidates.values() for e in c.evidence}))
+
+
+def _proof(worker: Worker, made: Lanes, forbidden: tuple[str, ...]) -> dict[str, Any]:
+    """Profile a call on each combination of the axes, up to one that fails."""
+    proofs: list[dict[str, Any]] = []
+    for case in made.simplest():
+        proofs.append(worker.prove(case, forbidden))
+        if "error" in proofs[-1]:
+            break
+    return combined(proofs)
 
 
 def combined(proofs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -34,6 +34,9 @@ MAX_SIGNATURES = 6
 LOST_WORKERS = {"cpu": 40, "cuda": 8}
 """Workers lost to undeclared crashes and hangs after which a lane stops."""
 
+LOSS = {"crash": 1, "hang": 14}
+"""What counts as how many of them: three hangs take a minute, and end a lane."""
+
 SAMPLES = 12
 """Cases recorded with their hashes, for each lane."""
 
@@ -115,7 +118,7 @@ class LaneRun:
         self.findings: list[evidence.Finding] = []
         self.missing: list[str] = []
         self.start = time.monotonic()
-        self.lost = 0
+        self.lost: Counter[str] = Counter()
         draws = options.profile.draws.get(plan.lane, 0)
         self.draws = draws if plan.drawn is not None else 0
         self.total = len(plan.explicit) + self.draws
@@ -159,7 +162,7 @@ class LaneRun:
         self._sample(case, result)
         if result.failed:
             self.occurrences.update(result.signatures)
-            self.lost += result.status in {"crash", "hang"}
+            self.lost[result.status] += result.status in LOSS
 
     def _sample(self, case: Case, result: Result) -> None:
         if result.failed or not result.input_hash:
@@ -237,8 +240,7 @@ class LaneRun:
     def rerun(self, case: Case) -> Result:
         """Run a case once more, or a smaller one, without counting it."""
         result = self.worker.run(case)
-        if result.status in {"crash", "hang"}:
-            self.lost += 1
+        self.lost[result.status] += result.status in LOSS
         return result
 
     def skip_declared(self, case: Case) -> bool:
@@ -265,8 +267,9 @@ class LaneRun:
         if len(self.found) >= MAX_SIGNATURES:
             msg = f"stopped after {MAX_SIGNATURES} different findings"
             raise _Stop(msg)
-        if self.lost > LOST_WORKERS["cuda" if self.options.target.cuda else "cpu"]:
-            msg = f"stopped after {self.lost} lost workers"
+        cost = sum(LOSS[status] * n for status, n in self.lost.items() if n)
+        if cost > LOST_WORKERS["cuda" if self.options.target.cuda else "cpu"]:
+            msg = f"stopped after {self.lost.total()} lost workers"
             raise _Stop(msg)
 
     # -- findings ---------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Worker:
         axes = tuple(claim.point[a] for a in self.pair.axes)
         limit = HANG_S + 3 * self.pair.rows(claim.point) / SLOWEST_ROWS_PER_S
         if axes not in self._warm:
-            limit = max(limit, FIRST_S if axes not in self._seen else 2 * HANG_S)
+            limit = max(limit, self._first_s if axes not in self._seen else 2 * HANG_S)
         start = time.perf_counter()
         result: Any
         try:
@@ -177,15 +177,22 @@ class Worker:
             self.start()
         try:
             self._pipe.send(worker.ProofRequest(case, forbidden))
-            if self._pipe.poll(FIRST_S):
+            if self._pipe.poll(self._first_s):
                 answer: Any = self._pipe.recv()
                 if isinstance(answer, dict):
                     return answer
                 return {"error": str(getattr(answer, "detail", answer)), "candidate_ok": None}
+            self.toll.hangs += 1
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join(5)
+            self.toll.crashes += 1
         self._kill()
         return {"error": "the worker died or hung while it was profiled", "candidate_ok": None}
+
+    @property
+    def _first_s(self) -> float:
+        """How long compilers may take; a candidate that hung before gets no such time again."""
+        return 2 * HANG_S if self.toll.hangs else FIRST_S
 
     def _declared(self, result: Result, case: Case) -> Result:
         claim = claim_of(self.pair, case)

@@ -9,16 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from equiv import campaign, candidates, environment, evidence, ledger, parallel
+from equiv import campaign, candidates, environment, evidence, ledger, parallel, worker
 from equiv.errors import ExitCode, UsageError
 from equiv.lanes import DEFAULT_SMS, LANES, Target
 from equiv.ledger import Seen
 from equiv.modes import CUDA_MODES
 from equiv.pairs import OpPair, load_pair
+from equiv.pool import Worker
 from equiv.profiles import default_name, profile_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,6 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
             f"--library {request.library}: there is no such file; "
             "give the path of _C_stable_libtorch.abi3.so"
         )
-    evidence.check_folder(request.out)
     device = find_device(request.device)
     for name in request.candidates:
         if candidates.is_own(name):
@@ -136,6 +136,7 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
                 f"candidate {name!r} runs on {', '.join(devices)} alone, and the device is {device}"
             )
             raise UsageError(msg)
+    evidence.check_folder(request.out)
     return pair, campaign.Options(
         pair=pair,
         target=target_of(device),
@@ -146,6 +147,20 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
         versions=environment.versions(request.library),
         library=request.library,
     )
+
+
+def try_loading(pair: OpPair, options: campaign.Options, names: Iterable[str]) -> None:
+    """Load somebody's own candidates once, before others have run for minutes.
+
+    Raises
+    ------
+    UsageError : one can't be imported.
+
+    """
+    for name in names:
+        spec = worker.spec_of(pair, name, options.target.device, library=options.library)
+        with Worker(pair, spec):
+            pass
 
 
 def judge(
@@ -183,6 +198,8 @@ def run(
     pair, options = prepare(request)
     asked = request.candidates
     names = asked or tuple(n for n in pair.candidates if n != "stock")
+    if len(names) > 1:
+        try_loading(pair, options, filter(candidates.is_own, names))
     seen: dict[str, Seen] = defaultdict(Seen)
     done = parallel.each(
         names,

@@ -76,6 +76,7 @@ def test_a_campaign_outlives_what_its_kernel_does(
     shapes, alignment = made.lanes
     assert (shapes.state, alignment.state) == ("failed", "passed")
     assert (made.crashes, made.hangs) == (1, 1)
+    assert "stopped" not in "".join(shapes.missing)
     assert shapes.cases == shapes.equal + shapes.refused + sum(
         f.occurrences for f in shapes.findings
     )
@@ -90,6 +91,20 @@ def test_a_lane_ends_after_so_many_lost_workers(
     (lane,) = campaign(bad("leaves"), "sizes").lanes  # two heads
     assert lane.state == "failed"
     assert "stopped after 4 lost workers" in lane.missing
+
+
+def test_a_kernel_that_always_hangs_is_told_in_time(
+    campaign: Campaign, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import time\ndef kernel(*operands):\n    while True: time.sleep(1)\n"
+    (folder / "mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(pool, "FIRST_S", 3.0)
+    monkeypatch.setattr(pool, "HANG_S", 0.2)
+    made = campaign("mine.py:kernel", "shapes")
+    assert [f.kind for f in findings(made)] == ["hang"]
+    assert made.lanes[0].cases == 3
+    assert made.hangs == 4  # and once while it was profiled
+    assert "died or hung" in made.proof["error"]
 
 
 def test_a_lane_ends_after_so_many_different_findings(

@@ -203,6 +203,10 @@ def main(words: list[str] | None = None) -> None:
     sys.exit(run_app(app, arguments, "bytegate"))
 
 
+INTERRUPTED = 130
+"""What a shell makes of a command that Ctrl-C ended: 128 + SIGINT."""
+
+
 def run_app(  # noqa: PLR0911 - an exit code each
     application: typer.Typer, arguments: list[str], name: str
 ) -> int:
@@ -216,7 +220,7 @@ def run_app(  # noqa: PLR0911 - an exit code each
     except CLICK_ERROR as e:
         return _say(e.format_message(), ExitCode.USAGE)
     except (typer.Abort, KeyboardInterrupt):
-        return _say("interrupted; nothing was written", 130)
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -229,6 +233,8 @@ def run_app(  # noqa: PLR0911 - an exit code each
             "and report it",
             ExitCode.INVALID,
         )
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code and no words
+        return _say("interrupted; nothing was written", INTERRUPTED)
     return int(code) if isinstance(code, int) else 0
 
 

@@ -12,7 +12,7 @@ from equiv.errors import ExitCode
 from equiv.pairs import load_pair
 from equiv.pool import Unavailable, Worker
 from equiv.result import FINDINGS, Result
-from equiv.run import find_device
+from equiv.run import check_library, find_device
 from equiv.worker import spec_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def repro(line: str, *, library: str | None = None, ledger_path: Path | None = N
     pair = load_pair(case.pair)
     candidates.check_name(pair, case.candidate)
     claim = claim_of(pair, case)
+    check_library(library)
     device = find_device(case.device)
     entries = ledger.load(ledger_path)
     ledger.check_names(entries, pair)

@@ -106,6 +106,21 @@ def check_lanes(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or LANES
 
 
+def check_library(library: str | None) -> None:
+    """Check that a library that was given is there.
+
+    Raises
+    ------
+    UsageError : it isn't.
+
+    """
+    if library is not None and not Path(library).is_file():
+        raise UsageError(
+            f"--library {library}: there is no such file; "
+            "give the path of _C_stable_libtorch.abi3.so"
+        )
+
+
 def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
     """Check everything that was asked for before anything runs.
 
@@ -121,11 +136,7 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
     profile = profile_of(request.profile or default_name())
     entries = ledger.load(request.ledger)
     ledger.check_names(entries, pair)
-    if request.library is not None and not Path(request.library).is_file():
-        raise UsageError(
-            f"--library {request.library}: there is no such file; "
-            "give the path of _C_stable_libtorch.abi3.so"
-        )
+    check_library(request.library)
     device = find_device(request.device)
     for name in request.candidates:
         if candidates.is_own(name):
@@ -285,7 +296,7 @@ def distribution(options: campaign.Options) -> str:
     return (
         f"hypothesis's draws at seed {options.seed}: {dims}, about one in forty near a mark of the "
         f"launch plan, one in forty log-uniform up to {options.profile.drawn_rows:,} rows, one in "
-        f"ten tiny, the others from 1 to 2,500 rows; {axes}; fills of uniform bits, e4m3's range, "
+        f"ten tiny, the others from 1 to 1,300 rows; {axes}; fills of uniform bits, e4m3's range, "
         "special patterns and uniform rows. hypothesis avoids repeats and varies what it saw, so "
         "draws aren't strictly independent; the bound takes them as if they were, and speaks of "
         "this distribution alone"

@@ -34,7 +34,7 @@ def choice(values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
 
 
 FILLS = ("bits", "near", "special", "rows")
-COMMON_ROWS = (1, 16, 128, 600, 800, 1_000, 1_200, 1_500, 1_900)
+COMMON_ROWS = (1, 64, 560, 580, 600, 640, 680, 720, 800)
 """Row counts from which most draws go up by at most a third: their median is several blocks of any
 launch plan, and small enough for hundreds of cases a second."""
 
@@ -68,13 +68,13 @@ def points(draw: Draw, pair: OpPair, marks: Sequence[int], max_rows: int) -> dic
         inner *= max(value, 1)
     dim = pair.dims[first]
     top = max(1, min(dim.maximum, max_rows // inner))
-    kind = draw(integers(0, 39))
-    if kind < 4:  # noqa: PLR2004 - one in ten is tiny
+    kind = draw(integers(0, 79))
+    if kind < 8:  # noqa: PLR2004 - one in ten is tiny
         value = draw(integers(dim.minimum, min(17, top)))
-    elif kind == 4 and marks:  # noqa: PLR2004 - one in forty; the enumerated cases have them all
+    elif kind == 8 and marks:  # noqa: PLR2004 - one in eighty; the enumerated cases have them all
         mark = draw(choice(tuple(marks)))
         value = mark // inner + draw(choice((0, 1, -1, 2)))
-    elif kind == 5:  # noqa: PLR2004 - one in forty is large, log-uniform
+    elif kind == 9:  # noqa: PLR2004 - one in eighty is large, log-uniform
         value = 2 ** draw(integers(5, max(5, top.bit_length() - 1)))
         value += draw(st.integers(0, value - 1))
     else:

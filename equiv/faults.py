@@ -135,13 +135,7 @@ def fault_row(
         return _row(fault, "missed", cases=cases, detail=detail, start=start)
     finding = failing[0]
     twin, status = _twin(fault, finding.case, options)
-    module = fault.faulty.rpartition(":")[0]
-    outside = (
-        finding.kind in {"raised", "crash"}
-        and finding.raised_in
-        and finding.raised_in.partition(":")[0].split(".")[-1] != module.split(".")[-1]
-        and not finding.raised_in.startswith(module.rpartition(".")[0])
-    )
+    outside = finding.kind in {"raised", "crash"} and not _inside(fault, finding.raised_in)
     outcome = "caught" if twin and not outside else "missed"
     note = "" if twin else f"; the clean twin fails the same case ({status})"
     note += f"; the exception came from {finding.raised_in}" if outside else ""
@@ -157,6 +151,19 @@ def fault_row(
         twin="clean" if twin else status,
         seconds=round(time.monotonic() - start, 3),
         candidate=fault.faulty,
+    )
+
+
+def _inside(fault: Fault, raised_in: str) -> bool:
+    """Whether ``module:function`` lies in a fault's module or package; nothing known is no doubt."""
+    module = fault.faulty.rpartition(":")[0]
+    own = Path(module).stem if module.endswith(".py") else module
+    package, _, name = own.rpartition(".")
+    where = raised_in.partition(":")[0]
+    return (
+        not where
+        or where.split(".")[-1] == name
+        or (bool(package) and where.startswith(f"{package}."))
     )
 
 

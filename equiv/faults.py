@@ -155,7 +155,7 @@ def fault_row(
 
 
 def _inside(fault: Fault, raised_in: str) -> bool:
-    """Whether ``module:function`` lies in a fault's module or package; nothing known is no doubt."""
+    """Whether ``module:function`` lies in a fault's module or package; also where it is unknown."""
     module = fault.faulty.rpartition(":")[0]
     own = Path(module).stem if module.endswith(".py") else module
     package, _, name = own.rpartition(".")

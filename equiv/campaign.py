@@ -121,6 +121,8 @@ def state_of(
 ) -> tuple[str, str]:
     """Return a candidate's state and the reason for it, empty where a lane's findings tell it."""
     reasons = [f"declared divergence {u.id} is gone" for u in uses if u.state == "gone"]
+    if proof.get("error") and not any(x.findings for x in lanes):
+        reasons.append(f"no proof that its kernel ran: {proof['error']}")
     if proof.get("candidate_ok") is False:
         reasons.append("its kernel doesn't show in a profile of a call")
     if proof.get("reference_ok") is False:

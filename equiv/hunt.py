@@ -45,7 +45,6 @@ class Hunt:
         lane, options = self.lane, self.lane.options
         drawn = lane.plan.drawn
         assert drawn is not None
-        who = f"{options.pair.name}/{lane.lanes.base.candidate}/{lane.plan.lane}"
         minimal: Case | None = None
         with contextlib.suppress(NoSuchExample, Flaky):
             minimal = find(
@@ -53,7 +52,6 @@ class Hunt:
                 self,
                 settings=settings_of(options.profile, max(lane.draws - lane.drawn, 1)),
                 random=Random(options.seed * 1_000 + round_),
-                database_key=f"{who}/{options.target.device}".encode(),
             )
         self.best = self.first
         if minimal is not None and str(minimal) in self._failing:

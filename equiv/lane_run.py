@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from equiv import evidence, shrink
+from equiv.case import parse
 from equiv.domain import claim_of
-from equiv.errors import DoesNotFit
+from equiv.errors import DoesNotFit, UsageError
 from equiv.hunt import Hunt
 from equiv.lanes import Lanes, Plan, Target, kinds_of
-from equiv.profiles import Profile, settings_of
+from equiv.profiles import Profile, examples, settings_of
 from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, Result
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Options:
     entries: tuple[Entry, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     library: str | None = None
+    ledger: str | None = None
     threads: int = 1
     first_finding_only: bool = False
     shrink: bool = True
@@ -74,6 +76,8 @@ def silent(candidate: str, lane: str, done: int, total: int) -> None:
 def repro_command(case: Case, options: Options) -> str:
     """Return the one command that repeats a case."""
     words = ["bytegate", "equiv", "repro", str(case)]
+    if options.ledger:
+        words += ["--ledger", options.ledger]
     if options.library:
         words += ["--library", options.library]
     return shlex.join(words)
@@ -181,11 +185,36 @@ class LaneRun:
     def go(self) -> evidence.Lane:
         """Run the lane."""
         try:
+            self._remembered()
             self._explicit()
             self._drawn()
         except _Stop as stop:
             self.missing.append(str(stop))
         return self.report()
+
+    def _key(self) -> bytes:
+        who = f"{self.options.pair.name}/{self.lanes.base.candidate}/{self.plan.lane}"
+        return f"{who}/{self.options.target.device}".encode()
+
+    def _remembered(self) -> None:
+        """Run what failed in an earlier run first; forget what no longer fails or means nothing."""
+        if self.options.drawn_only:
+            return
+        database = examples()
+        for saved in sorted(database.fetch(self._key())):
+            try:
+                case = parse(saved.decode())
+                claim_of(self.options.pair, case)
+            except (UsageError, UnicodeDecodeError):
+                database.delete(self._key(), saved)
+                continue
+            result = self.run(case, drawn=False)
+            if not result.failed:
+                database.delete(self._key(), saved)
+            for signature in result.signatures if result.failed else ():
+                if signature not in self.found:
+                    self._finding(case, result, signature)
+            self._enough()
 
     def _explicit(self) -> None:
         limit = 20 * self.options.profile.lane_seconds
@@ -303,6 +332,8 @@ class LaneRun:
             if smallest.fill.kind == "zero":
                 set_elements = len(smallest.overrides)
         told = results.get(str(smallest), smallest_result)
+        if not self.options.drawn_only:
+            examples().save(self._key(), str(smallest).encode())
         d = told.of(signature)
         detail = d.sentence() if d else told.detail
         if self.options.shrink and not self.costly(result):

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 DEV_SHAPES = 60
 """Enumerated shapes in the quick profile."""
 
+MOST_VALUES = 256
+"""Up to so many values of a dimension are enumerated, each with about ``VALUE_ROWS`` rows."""
+
+VALUE_ROWS = 2_000
+
 FAR_PITCH = 1 << 28
 FAR_ROWS = 18
 """Rows a pitch of 2^28 elements apart: the last lies past 2^32 elements."""
@@ -89,7 +94,7 @@ def patterns(x: Lanes, plan: Plan) -> None:
 
 
 def shapes(x: Lanes, plan: Plan) -> None:
-    """Plan dimensions around the launch plan's marks, production's values, 0, odd; refusals."""
+    """Plan dimensions around marks and powers of two, production's, every head count; refusals."""
     first, *others = x.pair.dims
     inside = list(domain_points(x.pair))
     skipped: list[dict[str, Any]] = []
@@ -104,6 +109,9 @@ def shapes(x: Lanes, plan: Plan) -> None:
         plan.explicit.append(x.case(point, fill=Fill(kind, x.seed + i)))
     if x.profile.name == "dev":
         plan.explicit = plan.explicit[:: max(1, len(plan.explicit) // DEV_SHAPES)]
+    for i, dims in enumerate(_every_value(x)):
+        kind = strategies.FILLS[i % len(strategies.FILLS)]
+        plan.explicit.append(x.case({**next(turn), **dims}, fill=Fill(kind, x.seed + i)))
     empties = [{first: 0}, {first: 0, **dict.fromkeys(others, 12)}]
     if others:
         empties.append(dict.fromkeys(others, 0))
@@ -151,6 +159,16 @@ def _edges(x: Lanes, point: dict[str, Any]) -> Iterator[dict[str, int]]:
             largest = x.pair.dims[first].maximum
             if t <= largest and x.pair.rows({**point, **dims}) <= x.max_rows:
                 yield dims
+
+
+def _every_value(x: Lanes) -> Iterator[dict[str, int]]:
+    """Yield every value of each small dimension but the first: all head counts, not some."""
+    first, *others = x.pair.dims
+    for n in others:
+        dim = x.pair.dims[n]
+        for value in range(max(1, dim.minimum), min(dim.maximum, MOST_VALUES) + 1):
+            dims = x.dims_of(VALUE_ROWS if x.profile.lattice else 1, **{n: value})
+            yield {**dims, first: max(dims[first], 3)}
 
 
 def strides(x: Lanes, plan: Plan) -> None:

@@ -116,6 +116,14 @@ def profile_of(name: str) -> Profile:
     return PROFILES[name]
 
 
+def examples() -> DirectoryBasedExampleDatabase:
+    """Return hypothesis's database of examples, in which cases that failed are kept, as lines.
+
+    They are saved by us: ``hypothesis.find`` with a seed leaves the database alone.
+    """
+    return DirectoryBasedExampleDatabase(DATABASE)
+
+
 def register() -> None:
     """Register the profiles with hypothesis as ``bytegate-dev`` and so on."""
     for p in PROFILES.values():

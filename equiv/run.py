@@ -157,6 +157,7 @@ def prepare(request: Request) -> tuple[OpPair, campaign.Options]:
         entries=entries,
         versions=environment.versions(request.library),
         library=request.library,
+        ledger=str(request.ledger) if request.ledger else None,
     )
 
 
@@ -294,9 +295,9 @@ def distribution(options: campaign.Options) -> str:
         if len(options.pair.axes[a]) > 1
     )
     return (
-        f"hypothesis's draws at seed {options.seed}: {dims}, about one in eighty near a mark of the "
-        f"launch plan, one in eighty log-uniform up to {options.profile.drawn_rows:,} rows, one in "
-        f"ten tiny, the others from 1 to 1,070 rows; {axes}; fills of uniform bits, e4m3's range, "
+        f"hypothesis's draws at seed {options.seed}: {dims}, about one in eighty near a mark of "
+        f"the launch plan, one in eighty log-uniform up to {options.profile.drawn_rows:,} rows, one "
+        f"in ten tiny, the others from 1 to 1,070 rows; {axes}; fills of uniform bits, e4m3's range, "
         "special patterns and uniform rows. hypothesis avoids repeats and varies what it saw, so "
         "draws aren't strictly independent; the bound takes them as if they were, and speaks of "
         "this distribution alone"

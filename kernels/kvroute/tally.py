@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import time
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "bytegate.route/1"
 """Name and version of the evidence's form."""
-_FLUSH_S = 1.0  # the file may lag this far behind while a server is busy; at exit it is exact
+_FLUSH_S = 1.0  # the file may lag this far behind a count
 
 
 class Tally:
@@ -48,7 +48,7 @@ class Tally:
         self.pack_rows = 0
         self.facts: dict[str, Any] = {}
         self._folder: Path | None = None
-        self._flushed = 0.0
+        self._timer: threading.Timer | None = None
         self._metrics: Any = None
 
     def note(self, **facts: Any) -> None:  # noqa: ANN401
@@ -72,7 +72,7 @@ class Tally:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything counted so far, as plain JSON values."""
-        return {
+        found = {
             "schema": SCHEMA,
             "pid": os.getpid(),
             "layers": dict(self.layers),
@@ -85,12 +85,13 @@ class Tally:
             "pack_rows": self.pack_rows,
             **self.facts,
         }
+        plain: dict[str, Any] = json.loads(json.dumps(found))  # torch's version is no plain str
+        return plain
 
     def keep_in(self, folder: Path) -> None:
-        """Write the tally to ``folder``, from time to time and when the process ends.
+        """Write the tally to ``folder``, a second after a count and when the process ends.
 
-        A worker that is killed leaves the last file that it wrote, at most a second old at its
-        last count.
+        vLLM kills workers that are slow to stop, so the file doesn't wait for the end.
         """
         if self._folder is None:
             atexit.register(self.write)
@@ -117,7 +118,6 @@ class Tally:
         """
         if self._folder is None or "rank" not in self.facts:
             return
-        self._flushed = time.monotonic()
         rank = self.facts["rank"]
         path = self._folder / f"route-{rank}-{os.getpid()}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -128,8 +128,14 @@ class Tally:
     def _changed(self, **amounts: int) -> None:
         if self._metrics is not None:
             self._metrics.add(amounts)
-        if self._folder is not None and time.monotonic() - self._flushed > _FLUSH_S:
-            self.write()
+        if self._folder is not None and self._timer is None:
+            self._timer = threading.Timer(_FLUSH_S, self._flush)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _flush(self) -> None:
+        self._timer = None
+        self.write()
 
 
 TALLY = Tally()

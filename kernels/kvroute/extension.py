@@ -14,13 +14,13 @@ class RouteExtension:
 
     def bytegate_route(self) -> dict[str, Any]:
         """Return the rank's tally (``kvroute.tally``), as JSON values."""
-        from kvroute.tally import TALLY  # noqa: PLC0415
+        from kvroute.tally import TALLY
 
         TALLY.write()
         return TALLY.snapshot()
 
     def bytegate_untouched(self) -> dict[str, Any]:
         """Whether vLLM's loop and what it calls are the wheel's own (``kvroute.untouched``)."""
-        from kvroute.untouched import inspect_worker  # noqa: PLC0415
+        from kvroute.untouched import inspect_worker
 
         return inspect_worker().to_json()

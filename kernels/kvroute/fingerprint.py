@@ -112,13 +112,13 @@ def relative(filename: str) -> str | None:
     return path.as_posix() if path.parts[0] == "vllm" else None
 
 
-def is_wheels(function: Any, module: str, qualname: str) -> bool:  # noqa: ANN401
+def is_wheels(function: Any, module: str, qualname: str) -> bool:
     """Whether ``function`` runs the code that ``module``'s wheel file has under ``qualname``."""
     code = getattr(_plain(function), "__code__", None)
     return code is not None and code in compiled(path_of(module)).get(qualname, [])
 
 
-def _plain(function: Any) -> Any:  # noqa: ANN401
+def _plain(function: Any) -> Any:
     """Return the function inside a bound, static or class method; wrappers stay."""
     return getattr(function, "__func__", function)
 

@@ -101,7 +101,7 @@ def weights(
 
 def make(folder: Path, seed: int = SEED) -> Path:
     """Write the model to ``folder`` unless a whole one is there; return ``folder``."""
-    from safetensors.numpy import save_file  # noqa: PLC0415
+    from safetensors.numpy import save_file
 
     if (folder / "config.json").exists():
         return folder

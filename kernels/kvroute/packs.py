@@ -19,7 +19,7 @@ V_HEAD = 128
 """Columns of the value of a head in every model that has a fused pack."""
 
 
-def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: ANN401, FBT001
+def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
     """``k = cat(k_nope, expand(k_pe))``, cast after the concat: another way to the same bytes.
 
     The pack of a CPU server on the route ``fused``. ``torch.cat`` writes the key in one kernel,
@@ -27,7 +27,7 @@ def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa
     projection and copies twice: nothing is shared with the stock statements but the cast itself.
     ``v`` is a view of ``kv_nope``, as in stock, or with ``use_fp8`` contiguous, as in vLLM's op.
     """
-    import torch  # noqa: PLC0415
+    import torch
 
     nope = kv_nope.shape[-1] - V_HEAD
     k_nope, v = kv_nope[..., :nope], kv_nope[..., nope:]
@@ -37,12 +37,12 @@ def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa
     return k, v
 
 
-def vllm_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: ANN401, FBT001
+def vllm_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
     """VLLM's fused ops, as ``MultiHeadLatentAttention._fused_mla_kv_concat`` of Kimi-K3 calls them.
 
     CUDA only; fp16 or bf16, 128 + 64 key and 128 value columns, any number of heads.
     """
-    from vllm.models.kimi_k3.nvidia.ops import (  # noqa: PLC0415
+    from vllm.models.kimi_k3.nvidia.ops import (
         fused_mla_key_concat_kv_cache as ops,
     )
 
@@ -64,7 +64,7 @@ def fused_pack(device_type: str) -> tuple[str, Pack]:
 def counted(pack: Pack, tally: Tally) -> Pack:
     """``pack`` with a count of every call that returns."""
 
-    def call(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: ANN401, FBT001
+    def call(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
         k, v = pack(kv_nope, k_pe, use_fp8)
         source, target = (str(t.dtype).removeprefix("torch.") for t in (kv_nope, k))
         tally.count_pack(source if source == target else f"{source}>{target}", kv_nope.shape[0])

@@ -42,16 +42,16 @@ def apply(settings: Settings) -> list[str]:
         See ``activate``.
 
     """
-    from kvroute import switch  # noqa: PLC0415
-    from kvroute.tally import TALLY  # noqa: PLC0415
+    from kvroute import switch
+    from kvroute.tally import TALLY
 
     done = ["switch"]
     if settings.cpu_dcp:
-        from kvroute import cpu  # noqa: PLC0415
+        from kvroute import cpu
 
         done += cpu.apply_all()
     if settings.workspace_rows is not None:
-        from kvroute.workspace import force_rows  # noqa: PLC0415
+        from kvroute.workspace import force_rows
 
         force_rows(settings.workspace_rows)
         done.append(f"workspace={settings.workspace_rows}")
@@ -66,7 +66,7 @@ def apply(settings: Settings) -> list[str]:
 def _patches(settings: Settings) -> list[str]:
     wanted = list(settings.patches)
     if settings.route is not None and settings.route.startswith("fault:"):
-        from kvroute.faults import patch_of  # noqa: PLC0415
+        from kvroute.faults import patch_of
 
         patch = patch_of(settings.route.removeprefix("fault:"))
         if patch is not None:

@@ -164,7 +164,7 @@ def serve(options: ServeOptions) -> int:
 
 def detect_device() -> str:
     """``"cuda"`` where torch sees a GPU, else ``"cpu"``."""
-    import torch  # noqa: PLC0415
+    import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -208,7 +208,7 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
     if options.route is not None:
         settings.check_route(options.route)
         if options.route.startswith("fault:"):
-            from kvroute import faults  # noqa: PLC0415
+            from kvroute import faults
 
             faults.known(options.route.removeprefix("fault:"))
         elif ":" in options.route:

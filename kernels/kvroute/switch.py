@@ -66,7 +66,7 @@ class LoopGate:
         self._own: dict[int, Pack] = {}
         self._noted = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the loop as its caller meant it, but for the pack."""
         bound = self._signature.bind(*args, **kwargs)
         keyword = self.decision.keyword
@@ -93,7 +93,7 @@ class LoopGate:
         key = hash(brought)
         return self._own.setdefault(key, counted(brought, self.tally))
 
-    def _note(self, arguments: dict[str, Any], context: Any) -> None:  # noqa: ANN401
+    def _note(self, arguments: dict[str, Any], context: Any) -> None:
         self._noted = True
         manager = context.dcp_manager
         backend = arguments["attn_metadata"].prefill.prefill_backend
@@ -106,13 +106,13 @@ class LoopGate:
         )
 
 
-def describe_gather(gather: Any) -> str:  # noqa: ANN401
+def describe_gather(gather: Any) -> str:
     """Which collective a manager's gather is: ``nccl``, ``gloo``, or ``symmetric memory``."""
     owner = getattr(gather, "__self__", None)
     if owner is not None:
         return f"symmetric memory ({type(owner).__name__})"
     if isinstance(gather, functools.partial):
-        import torch.distributed as dist  # noqa: PLC0415
+        import torch.distributed as dist
 
         group = gather.keywords.get("group")
         name = getattr(gather.func, "__name__", repr(gather.func))
@@ -120,7 +120,7 @@ def describe_gather(gather: Any) -> str:  # noqa: ANN401
     return "unknown" if gather is None else repr(gather)
 
 
-def gate_layer(layer: Any, settings: Settings, tally: Tally = TALLY) -> Decision | None:  # noqa: ANN401
+def gate_layer(layer: Any, settings: Settings, tally: Tally = TALLY) -> Decision | None:
     """Decide a built layer's route and place its gate; ``None`` where there is no loop.
 
     A second call on the same layer changes nothing.
@@ -162,7 +162,7 @@ def _hook(module: ModuleType, class_name: str, settings: Settings) -> None:
         return
 
     @functools.wraps(build)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         gate_layer(self, settings)
 
@@ -203,14 +203,14 @@ class _Watch(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _pack_for(decision: Decision, layer: Any) -> tuple[str | None, Pack | None]:  # noqa: ANN401
+def _pack_for(decision: Decision, layer: Any) -> tuple[str | None, Pack | None]:
     if not decision.packs:
         return None, None
     if decision.route == "fused":
         weight = next(layer.kv_b_proj.parameters(), None)
         return fused_pack("cpu" if weight is None else weight.device.type)
     if decision.route.startswith("fault:"):
-        from kvroute.faults import pack_of  # noqa: PLC0415
+        from kvroute.faults import pack_of
 
         spec = pack_of(decision.route.removeprefix("fault:"))
         return (spec, resolve(spec)) if spec else (None, None)
@@ -220,7 +220,7 @@ def _pack_for(decision: Decision, layer: Any) -> tuple[str | None, Pack | None]:
 def _announce(
     decision: Decision,
     name: str | None,
-    layer: Any,  # noqa: ANN401
+    layer: Any,
     dcp_size: int,
     tally: Tally,
 ) -> None:
@@ -250,9 +250,9 @@ def _announce(
 
 def _place() -> dict[str, Any]:
     """Rank and versions, read once the worker's groups exist."""
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-    import vllm  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
+    import vllm
 
     ready = dist.is_available() and dist.is_initialized()
     return {

@@ -51,7 +51,7 @@ class Tally:
         self._timer: threading.Timer | None = None
         self._metrics: Any = None
 
-    def note(self, **facts: Any) -> None:  # noqa: ANN401
+    def note(self, **facts: Any) -> None:
         """Keep facts about the run: route, switch, pack, gather, workspace, versions."""
         self.facts.update(facts)
 
@@ -106,7 +106,7 @@ class Tally:
         """
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             return False
-        from kvroute.metrics import Metrics  # noqa: PLC0415
+        from kvroute.metrics import Metrics
 
         self._metrics = Metrics(self.facts)
         return True

@@ -162,7 +162,7 @@ def _inspect_read(
         report.problems.append(f"{function.__module__}.{name}: read, but not there")
 
 
-def _compare(value: Any, label: str, report: Report) -> None:  # noqa: ANN401
+def _compare(value: Any, label: str, report: Report) -> None:
     report.globals += 1
     problem = _problem(value) or _misplaced(value, label)
     if problem is None:
@@ -175,7 +175,7 @@ def _compare(value: Any, label: str, report: Report) -> None:  # noqa: ANN401
         report.problems.append(entry)
 
 
-def _problem(value: Any) -> str | None:  # noqa: ANN401
+def _problem(value: Any) -> str | None:
     """Say what is wrong with an object that a subject reaches, ``None`` where it is original."""
     if isinstance(value, ModuleType):
         return None if sys.modules.get(value.__name__) is value else "another module of that name"
@@ -192,7 +192,7 @@ def _problem(value: Any) -> str | None:  # noqa: ANN401
     return None  # constants, loggers, platforms: objects without code of their own
 
 
-def _misplaced(value: Any, label: str) -> str | None:  # noqa: ANN401
+def _misplaced(value: Any, label: str) -> str | None:
     """Say so where a function of vLLM's stands under another one's name."""
     plain = getattr(value, "__func__", value)
     if not isinstance(plain, FunctionType) or plain.__name__ == label.rpartition(".")[2]:
@@ -251,7 +251,7 @@ def _find(module: str, qualname: str) -> tuple[Any, type | None]:
     return vars(holder)[name], holder if isinstance(holder, type) else None
 
 
-def _class_function(owner: type | None, attribute: str | None) -> Any:  # noqa: ANN401
+def _class_function(owner: type | None, attribute: str | None) -> Any:
     if owner is None or attribute is None:
         return None
     found = next((vars(c)[attribute] for c in owner.__mro__ if attribute in vars(c)), None)
@@ -260,7 +260,7 @@ def _class_function(owner: type | None, attribute: str | None) -> Any:  # noqa: 
 
 def _live_impls() -> Iterator[Any]:
     """Yield the attention implementations of this process's layers."""
-    import gc  # noqa: PLC0415
+    import gc
 
     mla = sys.modules.get(_MLA)
     base = getattr(mla, "MLACommonBaseImpl", None)
@@ -268,7 +268,7 @@ def _live_impls() -> Iterator[Any]:
         yield from (o for o in gc.get_objects() if isinstance(o, base))
 
 
-def _inspect_instance(impl: Any, report: Report) -> None:  # noqa: ANN401
+def _inspect_instance(impl: Any, report: Report) -> None:
     label = type(impl).__qualname__
     for module, qualname in SUBJECTS:
         owner, _, name = qualname.rpartition(".")
@@ -282,7 +282,7 @@ def _inspect_instance(impl: Any, report: Report) -> None:  # noqa: ANN401
             report.problems.append(f"{label}.{name}: {_whence(method)} instead of the wheel's")
 
 
-def _whence(function: Any) -> str:  # noqa: ANN401
+def _whence(function: Any) -> str:
     """Name the code that runs: ``functools.wraps`` copies names, but not globals and code."""
     plain = getattr(function, "__func__", function)
     if not isinstance(plain, FunctionType):

@@ -15,9 +15,9 @@ def force_rows(rows: int) -> None:
     figure: up to a multiple of the page and of ``D * I``; under DCP ``rows / D`` of them hold a
     rank's share of a chunk.
     """
-    from vllm.model_executor.layers.attention import mla_attention as mla  # noqa: PLC0415
+    from vllm.model_executor.layers.attention import mla_attention as mla
 
-    def determine(vllm_config: Any) -> int:  # noqa: ANN401
+    def determine(vllm_config: Any) -> int:
         aligned: int = mla.align_mla_chunked_context_workspace_size(vllm_config, rows)
         return aligned
 

@@ -59,7 +59,7 @@ class CpuPatch:
         """``module:qualname``."""
         return f"{self.module}:{self.qualname}"
 
-    def check(self) -> Any:  # noqa: ANN401
+    def check(self) -> Any:
         """Return what would be replaced, after making sure that it is what the patch knows.
 
         Raises
@@ -176,5 +176,5 @@ def apply_all() -> list[str]:
     return [f"cpu:{patch.name}" for patch in PATCHES]
 
 
-def _plain(function: Any) -> Any:  # noqa: ANN401
+def _plain(function: Any) -> Any:
     return getattr(function, "__func__", function)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def make_correct_attn_out(_original: Any) -> Any:  # noqa: ANN401
+def make_correct_attn_out(_original: Any) -> Any:
     """``vllm.v1.attention.ops.dcp.correct_attn_out`` in torch.
 
     ``lse = log(sum_n exp(lses[n]))`` and, in place, ``out *= exp(lses[cp_rank] - lse)``; base 2
@@ -20,7 +20,7 @@ def make_correct_attn_out(_original: Any) -> Any:  # noqa: ANN401
         out: Tensor,
         lses: Tensor,
         cp_rank: int,
-        ctx: Any,  # noqa: ANN401, ARG001
+        ctx: Any,  # noqa: ARG001
         is_lse_base_on_e: bool = True,  # noqa: FBT001, FBT002
     ) -> tuple[Tensor, Tensor]:
         if out.ndim == 4 and out.shape[1] == 1:  # noqa: PLR2004

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 
-def keep_ranks(original: Any) -> Any:  # noqa: ANN401
+def keep_ranks(original: Any) -> Any:
     """Wrap ``CPUMLAImpl.__init__``, which resets what ``AttentionImpl.__new__`` had found out."""
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        from vllm.config import get_current_vllm_config  # noqa: PLC0415
+        from vllm.config import get_current_vllm_config
 
         parallel = get_current_vllm_config().parallel_config
         self.dcp_world_size = parallel.decode_context_parallel_size
@@ -26,21 +26,21 @@ def keep_ranks(original: Any) -> Any:  # noqa: ANN401
 
 def allow_lse() -> None:
     """Set ``CPUMLAImpl.can_return_lse_for_decode``, now that it can."""
-    from vllm.v1.attention.backends.mla import cpu_mla  # noqa: PLC0415
+    from vllm.v1.attention.backends.mla import cpu_mla
 
     cpu_mla.CPUMLAImpl.can_return_lse_for_decode = True
 
 
-def make_forward_mqa(original: Any) -> Any:  # noqa: ANN401
+def make_forward_mqa(original: Any) -> Any:
     """``CPUMLAImpl.forward_mqa`` with the log-sum-exp under DCP; otherwise the original."""
 
     @functools.wraps(original)
     def forward_mqa(
-        self: Any,  # noqa: ANN401
+        self: Any,
         q: Tensor | tuple[Tensor, Tensor],
         kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: Any,  # noqa: ANN401
-        layer: Any,  # noqa: ANN401
+        attn_metadata: Any,
+        layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if self.dcp_world_size == 1:
             result: tuple[Tensor, Tensor | None] = original(

@@ -28,7 +28,7 @@ def rows_of(
     return block_table.to(torch.int64)[request, position // page] * page + position % page
 
 
-def make_cp_gather_cache(_original: Any) -> Any:  # noqa: ANN401
+def make_cp_gather_cache(_original: Any) -> Any:
     """``vllm._custom_ops.cp_gather_cache`` for the CPU: copies rows, in the cache's dtype."""
 
     def cp_gather_cache(
@@ -51,7 +51,7 @@ def make_cp_gather_cache(_original: Any) -> Any:  # noqa: ANN401
     return cp_gather_cache
 
 
-def make_gather_and_maybe_dequant_cache(_original: Any) -> Any:  # noqa: ANN401
+def make_gather_and_maybe_dequant_cache(_original: Any) -> Any:
     """``vllm._custom_ops.gather_and_maybe_dequant_cache`` for the CPU.
 
     An fp8 pool is widened to float32, multiplied by ``scale`` and rounded once to the dtype of

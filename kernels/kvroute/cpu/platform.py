@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 
-def keep_chunked_prefill(original: Any) -> Any:  # noqa: ANN401
+def keep_chunked_prefill(original: Any) -> Any:
     """Wrap ``CpuPlatform.check_and_update_config`` so that three settings survive it under DCP.
 
     The platform switches ``enable_chunked_prefill`` and ``enable_prefix_caching`` off and raises
@@ -16,7 +16,7 @@ def keep_chunked_prefill(original: Any) -> Any:  # noqa: ANN401
     function = original.__func__
 
     @functools.wraps(function)
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:  # noqa: ANN401
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = (
             scheduler.enable_chunked_prefill,

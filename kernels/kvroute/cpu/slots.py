@@ -39,7 +39,7 @@ def slots_of(
     return torch.where(owner == rank, block * page + local, pad)
 
 
-def make_slot_mapping(original: Any) -> Any:  # noqa: ANN401
+def make_slot_mapping(original: Any) -> Any:
     """``cpu_triton_utils._compute_slot_mapping_kernel_impl`` for any context-parallel size.
 
     Must be in place before ``register_triton_kernel_overrides`` reads the name; plugins are

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 Pack: TypeAlias = Callable[[Any, Any, bool], tuple[Any, Any]]
 
-V_HEAD = 128
-"""Columns of the value of a head in every model that has a fused pack."""
 
 
 def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
@@ -25,12 +23,12 @@ def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa
     The pack of a CPU server on the route ``fused``. ``torch.cat`` writes the key in one kernel,
     and with ``use_fp8`` key and value are cast one by one, where the stock tail casts the whole
     projection and copies twice: nothing is shared with the stock statements but the cast itself.
+    Key and value have equally many columns (128 each in every model with a fused pack).
     ``v`` is a view of ``kv_nope``, as in stock, or with ``use_fp8`` contiguous, as in vLLM's op.
     """
     import torch
 
-    nope = kv_nope.shape[-1] - V_HEAD
-    k_nope, v = kv_nope[..., :nope], kv_nope[..., nope:]
+    k_nope, v = kv_nope.chunk(2, dim=-1)
     k = torch.cat((k_nope, k_pe.expand(-1, kv_nope.shape[1], -1)), dim=-1)
     if use_fp8:
         return k.to(torch.float8_e4m3fn), v.contiguous().to(torch.float8_e4m3fn)
@@ -46,8 +44,7 @@ def vllm_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noq
         fused_mla_key_concat_kv_cache as ops,
     )
 
-    nope = kv_nope.shape[-1] - V_HEAD
-    k_nope, v = kv_nope[..., :nope], kv_nope[..., nope:]
+    k_nope, v = kv_nope.chunk(2, dim=-1)
     if use_fp8:
         k, v = ops.fused_mla_kv_concat_quant_fp8(k_nope, k_pe, v)
         return k, v

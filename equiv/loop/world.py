@@ -23,6 +23,8 @@ from equiv.loop.payload import TORCH, Payload
 GUARD_ROWS = 8
 """Rows on either side of the workspace."""
 GUARD_BYTE = 0xA5
+POISON = (float("nan"), 0x7F)
+"""What fills rows that must not be read: a float, and an e4m3 byte (7F is its NaN)."""
 SPARE_BLOCKS = 3
 """Pages of the pool that no request owns, beside page 0, vLLM's null block."""
 
@@ -58,7 +60,7 @@ class World:
     def poison(self) -> None:
         """Fill the workspace with NaN and the rows around it with the guard pattern."""
         self.arena.fill_(GUARD_BYTE)
-        self.workspace.fill_(float("nan"))
+        self.workspace.fill_(POISON[0])
         self.served.clear()
 
     def guards_intact(self) -> bool:
@@ -206,9 +208,9 @@ def _pools(case: LoopCase, latents: Tensor, table: np.ndarray, rows: np.ndarray)
     per_block = case.page * case.ranks
     blocks = 1 + sum(-(-c // per_block) for c in case.contexts) + SPARE_BLOCKS
     del table
-    # 7F is e4m3's NaN; torch can't index-assign every fp8 tensor, bytes it can.
+    # torch can't index-assign every fp8 tensor; bytes it can.
     raw = latents.view(torch.uint8) if case.cache == "fp8" else latents
-    poison = 0x7F if case.cache == "fp8" else float("nan")
+    poison = POISON[case.cache == "fp8"]
     flat = raw.new_full((case.ranks * blocks * case.page, raw.shape[1]), poison)
     flat[torch.from_numpy(rows)] = raw
     pools = flat.view(case.ranks, blocks, case.page, -1)

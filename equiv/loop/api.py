@@ -37,10 +37,10 @@ class LoopRequest:
 
 
 DISTRIBUTION = (
-    "hypothesis's draws: D in {2, 3, 4, 8}, page in {16, 32, 64}, interleave in {1, 2, 16, page / 2, "
+    "hypothesis's draws: D in {2, 3, 4, 8}, page in {16, 32, 64}, interleave in {1, 2, 16, page/2, "
     "page}, 1 to 16 heads, workspaces of 1 to 4 alignments, 1 to 6 requests of 1 to 7 query tokens "
-    "with contexts at edges or anywhere up to 2.5 workspaces; latents and queries normal. The bound "
-    "speaks of this distribution alone"
+    "with contexts at edges or anywhere up to 2.5 workspaces; latents and queries normal. The "
+    "bound speaks of this distribution alone"
 )
 
 
@@ -55,10 +55,9 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
         For a device or patch that can't be used.
 
     """
+    from equiv.run import find_device
     from kvroute.errors import RouteError, UnknownVLLM
     from kvroute.settings import resolve
-
-    from equiv.run import find_device
 
     found = find_device(device)
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import statistics
@@ -133,16 +134,13 @@ class LaneRun:
                 self._case(case, drawn=True)
             return False  # nothing ends the draw: shrinking is ours, the case's own steps
 
-        try:
+        with contextlib.suppress(NoSuchExample, Flaky):
             find(
                 self.plan.drawn,
                 see,
                 settings=settings_of(self.options.profile, self.draws),
                 random=Random(self.options.seed),
-                database_key=f"loop/{self.options.name}/{self.plan.lane}".encode(),
             )
-        except (NoSuchExample, Flaky):
-            pass
 
     def _enough(self) -> bool:
         return len(self.found) >= (1 if self.options.first_only else MAX_SIGNATURES)

@@ -130,9 +130,7 @@ def parse(line: str) -> LoopCase:
         )
     _, pack, device, lane, point, requests, seed = parts
     try:
-        values = dict(entry.split("=") for entry in point.split(","))
-        if set(values) != set(_POINT):
-            raise ValueError(f"fields {', '.join(_POINT)} expected")
+        values = _values(point)
         fields = {name: _read(name, values[short]) for short, name in _POINT.items()}
         batch = tuple(_request(entry) for entry in requests.split("."))
         case = LoopCase(
@@ -158,8 +156,12 @@ def check(case: LoopCase) -> None:
         for holds, message in (
             (case.ranks > 1, "D must be above 1"),
             (0 <= case.rank < case.ranks, "rank must lie in 0..D-1"),
-            (case.interleave >= 1 and case.page % max(case.interleave, 1) == 0, "I must divide page"),
-            (case.workspace > 0 and case.workspace % case.alignment == 0, "lcm(page, D*I) divides ws"),
+            (
+                case.interleave >= 1 and case.page % max(case.interleave, 1) == 0,
+                "I must divide page",
+            ),
+            (case.workspace > 0, "ws must be positive"),
+            (case.workspace % max(case.alignment, 1) == 0, "lcm(page, D*I) must divide ws"),
             (case.heads > 0 and case.pad >= 0, "H must be positive, pad not negative"),
             (all(q > 0 and c >= 0 for q, c in case.requests), "a request needs query tokens"),
             (any(case.contexts), "no request has a context: the loop would not run"),
@@ -170,6 +172,13 @@ def check(case: LoopCase) -> None:
     ]
     if wrong:
         raise UsageError(f"the case {case} can't exist: {'; '.join(wrong)}")
+
+
+def _values(point: str) -> dict[str, str]:
+    values = dict(entry.split("=") for entry in point.split(","))
+    if set(values) != set(_POINT):
+        raise ValueError(f"fields {', '.join(_POINT)} expected")
+    return values
 
 
 def _read(name: str, text: str) -> int | str:

@@ -1,4 +1,4 @@
-"""``bytegate loop faults``: each planted fault must be caught, and nothing clean or harmless flagged.
+"""``bytegate loop faults``: each planted fault must be caught, nothing clean or harmless flagged.
 
 Every fault runs in a process of its own, forked from one that has imported vLLM and nothing else
 yet, and enters as ``--patch`` would have it. Its clean twin then runs the case that failed, and a

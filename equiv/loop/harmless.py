@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from random import Random
 
@@ -92,15 +93,13 @@ def draw(options: Options, count: int = CASES) -> list[LoopCase]:
         found.append(case)
         return False
 
-    try:
+    with contextlib.suppress(NoSuchExample):
         find(
-            plan.drawn,
+            plan.drawn,  # type: ignore[arg-type]
             see,
             settings=settings_of(options.profile, count),
             random=Random(options.seed + 1),
         )
-    except NoSuchExample:
-        pass
     return found[:count]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from equiv.loop.case import SCALES, LoopCase
+from equiv.loop.case import DTYPES, SCALES, LoopCase
 
 RANKS = (2, 3, 4, 8)
 PAGES = (16, 32, 64)
@@ -63,9 +63,9 @@ def shapes(dims: str) -> tuple[int, ...]:
 
 
 @st.composite
-def structures(draw: Draw, base: LoopCase) -> LoopCase:
+def structures(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw ranks, pages, heads and a workspace."""
-    ranks = draw(st.sampled_from(RANKS))
+    ranks = draw(st.sampled_from(groups))
     page = draw(st.sampled_from(PAGES))
     interleave = draw(st.sampled_from([1, 16, page, 2, page // 2]))
     alignment = math.lcm(page, ranks * interleave)
@@ -100,9 +100,9 @@ def batches(draw: Draw, case: LoopCase) -> LoopCase:
 
 
 @st.composite
-def ragged(draw: Draw, base: LoopCase, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> LoopCase:
+def ragged(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw a case with a cache in the model's dtype."""
-    case = draw(structures(base.with_(dtype=draw(st.sampled_from(dtypes)))))
+    case = draw(structures(base.with_(dtype=draw(st.sampled_from(DTYPES))), groups))
     return draw(batches(case))  # type: ignore[no-any-return]
 
 
@@ -137,7 +137,8 @@ def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
                 workspace=alignment * max(1, 192 // alignment),
                 heads=2,
             )
-            batches_ = [((2, context),) for context in edges(case) if context]
+            batches_: list[tuple[tuple[int, int], ...]] = []
+            batches_ += [((2, context),) for context in edges(case) if context]
             ws = case.workspace
             batches_ += [
                 ((3, 545), (1, 0), (2, 3), (5, 0)),
@@ -154,13 +155,20 @@ LANES = ("edges", "ragged", "fp8", "real", "strides")
 """All lanes, in the order in which they run."""
 
 
-def plan(lane: str, base: LoopCase, *, dims: str) -> Plan:
+def plan(
+    lane: str,
+    base: LoopCase,
+    *,
+    dims: str,
+    ranks: tuple[int, ...] = RANKS,
+) -> Plan:
     """Return a lane's plan.
 
     Parameters
     ----------
     base : case whose pack, device and seed the lane's cases take.
     dims : head sizes of every lane but ``real``.
+    ranks : sizes of the group that ``ragged`` draws.
 
     """
     base = base.with_(lane=lane, dims=dims)
@@ -180,7 +188,7 @@ def plan(lane: str, base: LoopCase, *, dims: str) -> Plan:
         return Plan(lane, list(edge_cases(base)), None, {**each, **ways})
     if lane == "ragged":
         draws = {"dev": 600, "gate": 3_000, "nightly": 60_000}
-        return Plan(lane, [], ragged(base), {**each, **ways}, draws)
+        return Plan(lane, [], ragged(base, ranks), {**each, **ways}, draws)
     if lane == "fp8":
         least = {"fp8 cache": 20, "fp8 prefill": 20, "fp8 projection": 8, "continuation": 8}
         least |= {f"k_scale={scale}": 5 for scale in SCALES}

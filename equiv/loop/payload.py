@@ -1,4 +1,4 @@
-"""What a case holds, before any index arithmetic: latents by request and position, queries, weights.
+"""What a case holds, before any index arithmetic: latents by position, queries, weights.
 
 The dense reference reads these rows as they are. What fills the ranks' paged caches
 (``equiv.loop.world``) is written apart from vLLM, and the reference shares nothing with either.
@@ -71,7 +71,7 @@ def weight_of(heads: int, dims: str, dtype: str, proj: str = "plain") -> Tensor:
     """Return the projection's weight, the same for every case of a shape."""
     latent, nope, _, value = DIMS[dims]
     rng = np.random.Generator(np.random.Philox(heads))
-    drawn = _normal(rng, (heads * (nope + value), latent)) / latent**0.5
+    drawn = _normal(rng, (heads * (nope + value), latent)) * float(latent) ** -0.5
     return drawn.to(torch.float8_e4m3fn if proj == "fp8" else TORCH[dtype])
 
 

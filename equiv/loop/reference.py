@@ -10,11 +10,12 @@ and ``out = 0``, ``lse = -inf`` where there is no context.
 **The bound.** With ``u32 = 2**-24``, ``u`` the model dtype's unit roundoff and ``u8`` that of
 fp8 (``2**-4``, with subnormals absolutely ``2**-10``), a correct loop stores, for each element,
 
-    |dn|, |dv| <= g(L) (|c| @ |W|) + u |n|  (and fp16's subnormals; + u8 |n| + 2**-10 when cast to fp8)
+    |dn|, |dv| <= g(L) (|c| @ |W|) + u |n|    and, when cast to fp8, + u8 |n| + 2**-10
     |dp| <= u8 |p| + 2**-10 when cast to fp8, else 0
 
 because the projection accumulates in float32 over L latent columns, ``g(n) = n u32 / (1 - n u32)``
-(Higham, Accuracy and Stability of Numerical Algorithms, lemma 3.1), and is then rounded. Scores
+(Higham, Accuracy and Stability of Numerical Algorithms, lemma 3.1), and is then rounded
+(fp16 also below its normal numbers). Scores
 accumulate over ``d`` columns in float32 and are scaled, so
 
     |ds_j| <= scale (|q_nope| . |dn_j| + |q_rope| . |dp_j|) + (g(d) + 2 u32) scale |q| . |k_j|

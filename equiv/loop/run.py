@@ -1,8 +1,9 @@
-"""One case: vLLM's loop with and without the pack, byte for byte, and both against the reference."""
+"""One case: vLLM's loop with and without the pack, byte for byte, and against the reference."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,10 +88,12 @@ class _Output:
 
 def pack_keyword() -> str | None:
     """Return the name under which this vLLM's loop takes a pack."""
-    from kvroute.decide import pack_keyword as probe
     from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
 
-    return probe(MLACommonBaseImpl._context_parallel_compute_prefill_context)
+    from kvroute.decide import pack_keyword as probe
+    from kvroute.switch import LOOP
+
+    return probe(getattr(MLACommonBaseImpl, LOOP))
 
 
 class Finding(Exception):
@@ -124,15 +127,15 @@ def run(case: LoopCase, pack: Callable[..., Any]) -> Result:
         result = Result("ranks", str(error))
     except Exception as error:  # noqa: BLE001 - whatever vLLM or a pack raises is a result
         if made is not None and refusal_declared(case, made) and REFUSAL in str(error):
-            return Result(REFUSED, "a continuation whose sides have other head strides", kinds=kinds)
-        first = (str(error).splitlines() or [""])[0][:200]
+            return Result(
+                REFUSED, "a continuation whose sides have other head strides", kinds=kinds
+            )
+        first = (str(error).splitlines() or [""])[0][:200] or _line_of(error)
         result = Result("raised", f"{type(error).__name__}: {first}", raised_in=_raised_in(error))
-    chunks = len(made.metadata[case.rank].prefill.chunked_context.chunks) if _has(made, case) else 0
+    chunks = 0
+    if made is not None and len(made.metadata) > case.rank:
+        chunks = len(made.metadata[case.rank].prefill.chunked_context.chunks)
     return Result(**{**vars(result), "kinds": kinds, "chunks": chunks})
-
-
-def _has(made: world.World | None, case: LoopCase) -> bool:
-    return made is not None and len(made.metadata) > case.rank
 
 
 def _compare(
@@ -185,7 +188,7 @@ class Spy:
         self._calls: list[tuple[Tensor, Tensor]] = []
         self._problem = ""
 
-    def __call__(self, kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Any:
+    def __call__(self, kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Any:  # noqa: FBT001
         """Call the pack as the loop calls it."""
         case = self._world.case
         dtype = payload.TORCH[case.dtype]
@@ -241,7 +244,10 @@ AGREE = (
 
 def _ranks_agree(made: world.World) -> None:
     plans = [
-        [tuple(getattr(chunk, name) for name in AGREE) for chunk in m.prefill.chunked_context.chunks]
+        [
+            tuple(getattr(chunk, name) for name in AGREE)
+            for chunk in m.prefill.chunked_context.chunks
+        ]
         for m in made.metadata
     ]
     for rank, plan in enumerate(plans):
@@ -260,7 +266,11 @@ def kinds_of(case: LoopCase, made: world.World) -> tuple[str, ...]:
         f"D={case.ranks}",
         f"H={case.heads}",
         f"dtype={case.dtype}",
-        "I=1" if case.interleave == 1 else "I=page" if case.interleave == case.page else "I=between",
+        "I=1"
+        if case.interleave == 1
+        else "I=page"
+        if case.interleave == case.page
+        else "I=between",
     }
     starts = [start for chunk in chunks for start in chunk.local_starts]
     continuing = [chunk for chunk in chunks if chunk.is_continuation]
@@ -290,13 +300,13 @@ def _whole_next(case: LoopCase, chunk: Any) -> bool:
     if chunk.num_requests < 2:  # noqa: PLR2004
         return False
     second = chunk.request_slice.start + 1
-    return int(chunk.seq_lens[1]) == case.contexts[second]
+    return bool(int(chunk.seq_lens[1]) == case.contexts[second])
 
 
 def _ends_at_chunk(chunks: list[Any]) -> bool:
     return any(
         a.request_slice.stop == b.request_slice.start and not b.is_continuation
-        for a, b in zip(chunks, chunks[1:], strict=False)
+        for a, b in itertools.pairwise(chunks)
     )
 
 
@@ -363,6 +373,12 @@ def _hash(*tensors: Tensor) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the source line that raised, for assertions that say nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " ".join((frames[-1].line or "").split())[:200] if frames else ""
 
 
 def _raised_in(error: BaseException) -> str:

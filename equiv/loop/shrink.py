@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from equiv.loop.case import LoopCase, check
 from equiv.errors import UsageError
+from equiv.loop.case import LoopCase, check
 
 
 def smallest(case: LoopCase, fails: Callable[[LoopCase], bool], seconds: float) -> LoopCase:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from equiv.loop.case import DIMS, LoopCase
 from equiv.loop.payload import TORCH, Payload
+from kvroute.switch import LOOP
 
 GUARD_ROWS = 8
 """Rows on either side of the workspace."""
@@ -70,16 +71,25 @@ class World:
         return all(bool((edge == GUARD_BYTE).all()) for edge in edges)
 
     def call(self, keyword: str | None, pack: Any) -> tuple[Tensor, Tensor]:
-        """Run vLLM's loop on the case's rank; with a pack under ``keyword``, or without."""
+        """Run vLLM's loop on the case's rank; with a pack under ``keyword``, or without.
+
+        Under torch's deterministic mode fresh tensors are filled with NaN, so that an element
+        that nobody writes shows.
+        """
         extra = {} if keyword is None else {keyword: pack}
-        out, lse = self.impl._context_parallel_compute_prefill_context(
-            self.query,
-            self.pools[self.case.rank],
-            self.metadata[self.case.rank],
-            k_scale=self.k_scale,
-            dcp_world_size=self.case.ranks,
-            **extra,
-        )
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            loop = getattr(self.impl, LOOP)
+            out, lse = loop(
+                self.query,
+                self.pools[self.case.rank],
+                self.metadata[self.case.rank],
+                k_scale=self.k_scale,
+                dcp_world_size=self.case.ranks,
+                **extra,
+            )
+        finally:
+            torch.use_deterministic_algorithms(False)
         return out, lse
 
 
@@ -292,7 +302,7 @@ def _impl(case: LoopCase, projection: Projection, scale: float) -> Any:
         v_head_dim=value,
         kv_b_proj=projection,
     )
-    impl._use_flashinfer_concat_mla_k = False
+    impl._use_flashinfer_concat_mla_k = False  # noqa: SLF001 - what vLLM's CPU backend sets
     impl.dcp_world_size = case.ranks
     return impl
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Pack: TypeAlias = Callable[[Any, Any, bool], tuple[Any, Any]]
 
 
-
 def cat_pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
     """``k = cat(k_nope, expand(k_pe))``, cast after the concat: another way to the same bytes.
 

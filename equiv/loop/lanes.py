@@ -22,6 +22,8 @@ SMALL_ROWS = 1024
 MOST_CONTEXT = 4096
 """Context tokens of a drawn case."""
 MOST_REQUESTS = 6
+QUERIES = (1, 2, 3, 7)
+"""Query tokens of a drawn request."""
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -83,19 +85,19 @@ def structures(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> L
 @st.composite
 def batches(draw: Draw, case: LoopCase) -> LoopCase:
     """Draw the requests: contexts at edges or anywhere up to 2.5 workspaces, short queries."""
-    at = st.sampled_from(edges(case))
-    anywhere = st.integers(1, 5 * case.workspace // 2)
-    context = st.one_of(st.just(0), anywhere, at, anywhere)
-    first = draw(st.one_of(anywhere, at.filter(bool)))
-    contexts = [first, *draw(st.lists(context, max_size=MOST_REQUESTS - 1))]
-    order = draw(st.permutations(contexts)) if len(contexts) > 1 else contexts
+    known = edges(case)
+    most = 5 * case.workspace // 2
+    # One number a request, 0 to 2^16: an edge, a length, or, one time in six, no context.
+    drawn = draw(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=MOST_REQUESTS))
     kept: list[int] = []
-    for value in order:
-        kept.append(value if sum(kept) + value <= MOST_CONTEXT else 0)
+    for value in drawn:
+        kind, rest = value % 6, value // 6
+        context = 0 if kind == 0 else known[rest % len(known)] if kind < 3 else 1 + rest % most  # noqa: PLR2004
+        kept.append(context if sum(kept) + context <= MOST_CONTEXT else 0)
     if not any(kept):
-        kept[0] = min(first, MOST_CONTEXT)
-    queries = [draw(st.sampled_from([1, 2, 3, 7])) for _ in kept]
+        kept[-1] = min(1 + drawn[-1] % most, MOST_CONTEXT)
     seed = draw(st.integers(0, 2**31 - 1))
+    queries = [QUERIES[(seed >> 2 * index) % len(QUERIES)] for index in range(len(kept))]
     return case.with_(requests=tuple(zip(queries, kept, strict=True)), seed=seed)
 
 

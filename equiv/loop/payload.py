@@ -72,7 +72,8 @@ def weight_of(heads: int, dims: str, dtype: str, proj: str = "plain") -> Tensor:
     latent, nope, _, value = DIMS[dims]
     rng = np.random.Generator(np.random.Philox(heads))
     drawn = _normal(rng, (heads * (nope + value), latent)) * float(latent) ** -0.5
-    return drawn.to(torch.float8_e4m3fn if proj == "fp8" else TORCH[dtype])
+    stored: Tensor = drawn.to(torch.float8_e4m3fn if proj == "fp8" else TORCH[dtype])
+    return stored
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:

@@ -19,13 +19,16 @@ def rows_of(
     ``row = block_table[b, p // page] * page + p % page`` with ``p = start_b + j``. A start may
     fall inside a page: under DCP local starts are multiples of the interleave, not of the page.
     """
-    lengths = (cu_seq_lens[1:] - cu_seq_lens[:-1]).to(torch.int64)
-    count = int(lengths.sum())
-    request = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-    position = torch.arange(count) - cu_seq_lens[:-1].to(torch.int64)[request]
-    if seq_starts is not None:
-        position = position + seq_starts.to(torch.int64)[request]
-    return block_table.to(torch.int64)[request, position // page] * page + position % page
+    first = cu_seq_lens[:-1]
+    lengths = cu_seq_lens[1:] - first
+    shift = -first if seq_starts is None else seq_starts - first
+    row = torch.arange(lengths.numel()) * block_table.shape[1]
+    shift, row = torch.stack((shift.to(torch.int64), row)).repeat_interleave(lengths, dim=1)
+    position = torch.arange(shift.numel()) + shift
+    index = position // page
+    block: Tensor = block_table.reshape(-1).index_select(0, row + index)
+    rows: Tensor = (block - index) * page + position
+    return rows
 
 
 def make_cp_gather_cache(_original: Any) -> Any:

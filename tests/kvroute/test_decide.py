@@ -18,7 +18,9 @@ from kvroute.tally import Tally
 PRESENT = "fused_mla_kv_concat_fn"
 
 
-def loop_now(q: Any, attn_metadata: Any, dcp_world_size: int, fused_mla_kv_concat_fn: Any = None) -> Any:
+def loop_now(
+    q: Any, attn_metadata: Any, dcp_world_size: int, fused_mla_kv_concat_fn: Any = None
+) -> Any:
     return fused_mla_kv_concat_fn
 
 
@@ -34,7 +36,9 @@ def loop_without(q: Any, attn_metadata: Any, dcp_world_size: int) -> Any:
     ("loop", "name"),
     [(loop_now, PRESENT), (loop_then, "kv_pack"), (loop_without, None)],
 )
-def test_the_pack_argument_is_found_by_signature_under_both_names(loop: Any, name: str | None) -> None:
+def test_the_pack_argument_is_found_by_signature_under_both_names(
+    loop: Any, name: str | None
+) -> None:
     assert decide.pack_keyword(loop) == name
 
 
@@ -47,7 +51,14 @@ def test_the_pack_argument_is_found_by_signature_under_both_names(loop: Any, nam
         ("stock", 2, PRESENT, {}, "stock", None),
         ("some.module:pack", 2, "kv_pack", {}, "some.module:pack", None),
         ("fused", 2, None, {}, "stock", None),
-        ("fused", 2, PRESENT, {"VLLM_K3_DCP_FUSED_KV_PACK": "0"}, "stock", "VLLM_K3_DCP_FUSED_KV_PACK=0"),
+        (
+            "fused",
+            2,
+            PRESENT,
+            {"VLLM_K3_DCP_FUSED_KV_PACK": "0"},
+            "stock",
+            "VLLM_K3_DCP_FUSED_KV_PACK=0",
+        ),
         ("fused", 2, PRESENT, {"VLLM_K3_DCP_FUSED_KV_PACK": "1"}, "fused", None),
         (
             "fused",
@@ -58,7 +69,14 @@ def test_the_pack_argument_is_found_by_signature_under_both_names(loop: Any, nam
             "VLLM_K3_DCP_FUSED_KV_PACK_DISABLE=1",
         ),
         ("fused", 2, PRESENT, {"VLLM_K3_DCP_FUSED_KV_PACK_DISABLE": "0"}, "fused", None),
-        (None, 2, PRESENT, {"VLLM_K3_DCP_FUSED_KV_PACK": "0"}, "stock", "VLLM_K3_DCP_FUSED_KV_PACK=0"),
+        (
+            None,
+            2,
+            PRESENT,
+            {"VLLM_K3_DCP_FUSED_KV_PACK": "0"},
+            "stock",
+            "VLLM_K3_DCP_FUSED_KV_PACK=0",
+        ),
         (None, 1, PRESENT, {"VLLM_K3_DCP_FUSED_KV_PACK": "0"}, "untouched", None),
     ],
 )
@@ -134,7 +152,9 @@ def test_stock_takes_away_the_pack_that_a_layer_brings(monkeypatch: pytest.Monke
     assert tally.context_tokens == 8
 
 
-def test_fused_keeps_the_pack_that_a_layer_brings_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_keeps_the_pack_that_a_layer_brings_and_counts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer, tally = gated("fused", monkeypatch)
     tensor = SimpleNamespace(dtype="torch.bfloat16", shape=(7, 2, 256))
     pack = call(layer, fused_mla_kv_concat_fn=lambda kv, pe, fp8: (kv, pe))

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from kvroute import serve
-from kvroute.process import ServerProcess
 from kvroute.errors import RouteError
+from kvroute.process import ServerProcess
 from kvroute.serve import ServeOptions, parse, plan
 
 
@@ -72,7 +72,9 @@ def test_what_can_not_work_is_refused_before_anything_starts(options: ServeOptio
         plan(options, {}, "cpu")
 
 
-def test_a_server_whose_plugin_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_plugin_vllm_would_not_load_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(RouteError, match="VLLM_PLUGINS"):
         plan(ServeOptions(), {"VLLM_PLUGINS": "other"}, "cpu")
     monkeypatch.setattr(serve.importlib.metadata, "entry_points", lambda **_: [])
@@ -94,7 +96,9 @@ CHILD = (
 
 
 def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
-    server = ServerProcess([sys.executable, "-c", CHILD], {"PATH": ""}, "http://127.0.0.1:9", tmp_path / "log")
+    server = ServerProcess(
+        [sys.executable, "-c", CHILD], {"PATH": ""}, "http://127.0.0.1:9", tmp_path / "log"
+    )
     end = time.monotonic() + 10
     family: list[psutil.Process] = []
     while not family and time.monotonic() < end:
@@ -109,6 +113,8 @@ def test_a_server_that_dies_is_told_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit(7)"]
     with (
         ServerProcess(command, {}, "http://127.0.0.1:9", tmp_path / "log") as server,
-        pytest.raises(RouteError, match=r"\Athe server ended with 7 before it was up; see [^\n]+\Z"),
+        pytest.raises(
+            RouteError, match=r"\Athe server ended with 7 before it was up; see [^\n]+\Z"
+        ),
     ):
         server.wait_healthy(10)

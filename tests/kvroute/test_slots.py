@@ -16,7 +16,9 @@ PAD = -1
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(("page", "interleave"), [(16, 1), (16, 16), (16, 4), (64, 16)])
-def test_every_token_has_one_owner_and_a_slot_of_its_own(ranks: int, page: int, interleave: int) -> None:
+def test_every_token_has_one_owner_and_a_slot_of_its_own(
+    ranks: int, page: int, interleave: int
+) -> None:
     tokens = 3 * page * ranks + 5
     blocks = torch.randperm(9)[None, :].expand(tokens, -1)
     positions = torch.arange(tokens)

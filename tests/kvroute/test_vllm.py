@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvroute import cpu, fingerprint, untouched  # noqa: E402
-from kvroute.errors import UnknownVLLM  # noqa: E402
-from kvroute.faults import LOOP_TITLES, clean_of, known, patch_of  # noqa: E402
-from kvroute.faults.loop_faults import EDITS, real_rows  # noqa: E402
+from kvroute import cpu, fingerprint, untouched
+from kvroute.errors import UnknownVLLM
+from kvroute.faults import LOOP_TITLES, clean_of, known, patch_of
+from kvroute.faults.loop_faults import EDITS, real_rows
 
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 
@@ -49,7 +49,9 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     if request.param == "wrapped":
         original = mla.reorg_kvcache
-        monkeypatch.setattr(mla, "reorg_kvcache", functools.wraps(original)(lambda *a, **k: original(*a, **k)))
+        monkeypatch.setattr(
+            mla, "reorg_kvcache", functools.wraps(original)(lambda *a, **k: original(*a, **k))
+        )
         yield "reorg_kvcache"
     elif request.param == "replaced":
         monkeypatch.setattr(mla, "merge_attn_states", lambda **_: None)
@@ -77,7 +79,7 @@ def test_a_planted_change_trips_the_proof(planted: str) -> None:
 
 @on_cpu_wheel
 def test_a_patch_refuses_a_target_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm.v1.attention.ops.dcp as dcp
+    from vllm.v1.attention.ops import dcp
 
     patch = next(p for p in cpu.PATCHES if p.name == "combine")
     monkeypatch.setattr(dcp, "correct_attn_out", lambda *_: None)

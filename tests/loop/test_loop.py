@@ -40,7 +40,9 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("change", VARIANTS)
-def test_the_pack_changes_nothing_and_the_loop_agrees_with_dense_attention(change: dict[str, Any]) -> None:
+def test_the_pack_changes_nothing_and_the_loop_agrees_with_dense_attention(
+    change: dict[str, Any],
+) -> None:
     case = MIXED.with_(**change)
     result = run(case, cat_pack)
     assert (result.status, result.detail) == ("equal", "")
@@ -49,7 +51,9 @@ def test_the_pack_changes_nothing_and_the_loop_agrees_with_dense_attention(chang
 
 
 @pytest.mark.parametrize("change", VARIANTS)
-def test_without_a_pack_the_loop_gives_what_the_stock_statements_give(change: dict[str, Any]) -> None:
+def test_without_a_pack_the_loop_gives_what_the_stock_statements_give(
+    change: dict[str, Any],
+) -> None:
     """Passing None, and passing the stock statements as a pack, are the same bytes."""
     case = MIXED.with_(**change)
     made = world.build(case, payload.make(case))
@@ -131,7 +135,9 @@ def test_one_context_row_is_enough_to_be_outside_the_bound() -> None:
         contents.query,
         contents.weight,
     )
-    less = reference.dense(MIXED.with_(requests=((3, 544), (1, 0), (2, 3), (5, 0))), fewer, 7, scale)
+    less = reference.dense(
+        MIXED.with_(requests=((3, 544), (1, 0), (2, 3), (5, 0))), fewer, 7, scale
+    )
     assert ((whole.lse - less.lse).abs()[:, :3] > whole.lse_bound[:, :3]).any()
 
 

@@ -6,6 +6,7 @@ Each number has two functions, ``l07`` and ``l07_clean``, for ``--patch`` and ``
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -158,13 +159,36 @@ STAND_INS = {
 """Faults whose effect on a CPU goes through something that isn't vLLM's, and what."""
 
 
+IN_SERVER = {
+    "L04": Edit(
+        "L04",
+        "kvroute.cpu.slots",
+        "slots_of",
+        "(inside // interleave) % ranks",
+        "(inside // page) % ranks",
+    ),
+}
+"""Edits that a CPU server takes instead: contexts there are multiples of ``D * page``, at which the
+lengths by page and by interleave agree; where tokens are written, they don't."""
+
+
 def _public(number: str, *, clean: bool) -> Callable[[], Any]:
     def patch() -> Any:
-        return EDITS[number].plant(clean=clean)
+        edit = EDITS[number]
+        if number in IN_SERVER and _has_slots():
+            edit = IN_SERVER[number]
+        return edit.plant(clean=clean)
 
     patch.__name__ = patch.__qualname__ = number.lower() + ("_clean" if clean else "")
     patch.__doc__ = f"Plant {number}{', or rather its clean twin' if clean else ''}."
     return patch
+
+
+def _has_slots() -> bool:
+    """Whether this process maps slots by the stand-in, as a CPU server does."""
+    utilities = sys.modules.get("vllm.utils.cpu_triton_utils")
+    mapping = getattr(utilities, "_compute_slot_mapping_kernel_impl", None)
+    return getattr(mapping, "__bytegate_patch__", None) == "slots"
 
 
 for _number in EDITS:

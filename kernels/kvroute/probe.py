@@ -1,4 +1,4 @@
-"""The few questions that a test asks a server: log-probs of a prompt, and what its ranks counted."""
+"""The few questions that a test asks a server: log-probs of a prompt, and its ranks' counts."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "wrapped":
         original = mla.reorg_kvcache
         monkeypatch.setattr(
-            mla, "reorg_kvcache", functools.wraps(original)(lambda *a, **k: original(*a, **k))
+            mla, "reorg_kvcache", functools.wraps(original)(functools.partial(original))
         )
         yield "reorg_kvcache"
     elif request.param == "replaced":

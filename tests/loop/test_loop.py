@@ -194,7 +194,7 @@ def test_a_run_leaves_evidence_that_reads_back(tmp_path: Path) -> None:
     assert evidence.read(tmp_path / "loop.json", evidence.LoopEvidence).lanes[0].cases == lane.cases
 
 
-def test_a_lane_below_its_least_count_is_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_below_its_least_count_is_not_covered() -> None:
     options = campaign.Options(
         cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("ragged",), draws=3
     )

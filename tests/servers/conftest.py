@@ -58,7 +58,7 @@ class Truth:
 
 
 @pytest.fixture(scope="session")
-def truth(ids: list[int]) -> Truth:
+def truth(ids: list[int]) -> Truth:  # noqa: C901 - one hook for each kind of layer
     """Hugging Face's model in float64 on the same weights, and a bound for float32.
 
     The bound propagates rounding errors through the network. Every sum of ``n`` products moves by

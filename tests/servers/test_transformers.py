@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,5 +46,5 @@ def test_a_float32_server_agrees_with_transformers(
     finally:
         server.stop()
     worst = float(np.abs(found - truth.log_probs).max())
-    print(f"{name}: worst {worst:.2e}, bound {truth.bound:.2e}")
+    sys.stdout.write(f"{name}: worst {worst:.2e}, bound {truth.bound:.2e}\n")
     assert worst <= truth.bound

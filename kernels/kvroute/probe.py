@@ -33,19 +33,18 @@ def log_probs(url: str, ids: Sequence[int]) -> npt.NDArray[np.float32]:
     return np.array(entries, dtype=np.float32)
 
 
-def generate(url: str, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-    """Return ``count`` greedily generated ids and their log-probabilities."""
+def generate(url: str, ids: Sequence[int], count: int) -> list[int]:
+    """Return ``count`` greedily generated ids."""
     body = {
         "model": _get(url, "/v1/models")["data"][0]["id"],
         "prompt": list(ids),
         "max_tokens": count,
         "temperature": 0,
-        "logprobs": 0,
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    choice = _post(url, "/v1/completions", body)["choices"][0]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    found: list[int] = _post(url, "/v1/completions", body)["choices"][0]["token_ids"]
+    return found
 
 
 def ranks(url: str) -> list[dict[str, Any]]:

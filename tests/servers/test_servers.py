@@ -55,7 +55,7 @@ def test_both_routes_give_the_same_bits(
 def test_generated_tokens_agree_too(pair: dict[str, Any], ids: list[int]) -> None:
     stock, fused = (probe.generate(pair[route].url, ids[:700], 8) for route in ("stock", "fused"))
     assert stock == fused
-    assert len(stock[0]) == 8
+    assert len(stock) == 8
 
 
 @pytest.mark.parametrize("route", ["stock", "fused"])
@@ -137,6 +137,7 @@ def test_stopping_ends_every_process_and_leaves_the_evidence(
         ("L10", "exposed"),
         ("L07", "merged"),
         ("L11", "merged"),
+        ("L04", "some exposed"),
     ],
 )
 def test_a_faulty_server_differs_on_exposed_tokens_and_no_other(
@@ -152,9 +153,9 @@ def test_a_faulty_server_differs_on_exposed_tokens_and_no_other(
     finally:
         server.stop()
     expected = predict(len(ids), BUDGET, LAYOUT, model.LAYERS)
-    start = expected.exposed if first == "exposed" else expected.first_merged
+    start = expected.first_merged if first == "merged" else expected.exposed
     assert start is not None
     differ = bits(found) != bits(answers["stock"])
     # Entry i is the target i + 1, scored by the hidden state at i.
     assert not differ[:start].any()
-    assert differ[start:].all()
+    assert differ[start:].any() if first.startswith("some") else differ[start:].all()

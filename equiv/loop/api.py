@@ -190,7 +190,6 @@ def not_covered(done: Sequence[evidence.Lane], device: str) -> list[str]:
         lines.append(f"lanes not run: {', '.join(left)}")
     if device == "cpu":
         lines.append("no GPU: vLLM's CUDA gathers and merge, its fused ops, and NCCL")
-    lines.append("real collectives: the peers' shards are served inside the gather")
     return lines
 
 

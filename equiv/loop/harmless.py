@@ -83,10 +83,15 @@ CHANGES: dict[str, Callable[[Options], Outcome]] = {
 """The changes that the catalogue says must not be flagged."""
 
 
-def draw(options: Options, count: int = CASES) -> list[LoopCase]:
+def draw(
+    options: Options,
+    count: int = CASES,
+    ranks: tuple[int, ...] = lanes.RANKS,
+) -> list[LoopCase]:
     """Return drawn cases of the ragged lane."""
     base = LoopCase("ragged", 2, 0, 1, 16, 1, 32, ((1, 1),), device=options.device)
-    plan = lanes.plan("ragged", base, dims="small" if options.any_dims else "real")
+    dims = "small" if options.any_dims else "real"
+    plan = lanes.plan("ragged", base, dims=dims, ranks=ranks)
     found: list[LoopCase] = []
 
     def see(case: LoopCase) -> bool:

@@ -146,7 +146,7 @@ def _compare(
     kinds: tuple[str, ...],
 ) -> Result:
     chunks = made.metadata[case.rank].prefill.chunked_context.chunks
-    before = _hash(made.pools, made.query)
+    before = digest(made.pools, made.query)
     made.poison()
     stock = made.call(None, None)
     stock_seen = list(made.backend.seen)
@@ -158,7 +158,7 @@ def _compare(
     _written_inside(made)
     if refusal_declared(case, made):
         raise Finding("not_refused", "head strides differ across a merge, and nothing refused")
-    if _hash(made.pools, made.query) != before:
+    if digest(made.pools, made.query) != before:
         raise Finding("input_changed", "the loop changed its cache or its query")
     compared = 0
     for output, a, b in zip(_outputs(case, stock), stock, packed, strict=True):
@@ -174,7 +174,7 @@ def _compare(
         chunks=len(chunks),
         bytes_compared=compared,
         input_hash=before,
-        output_hash=_hash(*stock),
+        output_hash=digest(*stock),
         worst=worst,
     )
 
@@ -368,7 +368,8 @@ def _bits(tensor: Tensor) -> Any:
     return flat.reshape(tuple(tensor.shape))
 
 
-def _hash(*tensors: Tensor) -> str:
+def digest(*tensors: Tensor) -> str:
+    """Return the xxh3-128 of the tensors' bytes, one after another."""
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ROUTE = "BYTEGATE_ROUTE"
-"""``stock``, ``fused``, ``fault:ID`` or ``module:function``; unset leaves vLLM as it is."""
+"""``stock``, ``fused``, ``both``, ``fault:ID`` or ``module:function``; unset: vLLM as it is."""
 PATCH = "BYTEGATE_PATCH"
 """``module:function`` values, comma-separated; each is called once a process, without arguments."""
 WORKSPACE = "BYTEGATE_WORKSPACE_ROWS"
@@ -84,7 +84,7 @@ class Settings:
 
 def check_route(route: str) -> None:
     """Raise ``RouteError`` unless ``route`` has the form of one."""
-    if route in ("stock", "fused"):
+    if route in ("stock", "fused", "both"):
         return
     if route.startswith("fault:") and len(route) > len("fault:"):
         return
@@ -92,7 +92,7 @@ def check_route(route: str) -> None:
         _split(route)
         return
     raise RouteError(
-        f"route {route!r}: expected stock, fused, fault:ID or module:function",
+        f"route {route!r}: expected stock, fused, both, fault:ID or module:function",
     )
 
 

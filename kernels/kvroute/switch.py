@@ -41,6 +41,9 @@ logger = logging.getLogger("vllm.bytegate")  # below "vllm", so that vLLM's hand
 class LoopGate:
     """Calls a layer's loop on the decided route and counts what it did.
 
+    On the route ``both`` every call runs with the pack and then without it, on the same cache and
+    query; the results are compared byte for byte, and the stock one is returned.
+
     Parameters
     ----------
     loop : the bound method that it shadows.
@@ -76,6 +79,11 @@ class LoopGate:
         if not self._noted:
             self._note(bound.arguments, context)
         result = self.loop(*bound.args, **bound.kwargs)
+        if self.decision.route == "both" and keyword is not None:
+            bound.arguments[keyword] = None
+            again = self.loop(*bound.args, **bound.kwargs)
+            self.tally.count_compared(equal=all(map(_same_bytes, result, again)))
+            result = again
         self.tally.count_loop(
             chunks=len(context.chunks),
             continuations=sum(bool(chunk.is_continuation) for chunk in context.chunks),
@@ -87,7 +95,7 @@ class LoopGate:
     def _choose(self, brought: Pack | None) -> Pack | None:
         if not self.decision.packs:
             return None
-        if brought is None or self.decision.route != "fused":
+        if brought is None or self.decision.route not in ("fused", "both"):
             return self.pack
         # Bound methods are made anew at every access; one wrapper each would never end.
         key = hash(brought)
@@ -104,6 +112,16 @@ class LoopGate:
             prefill_backend=backend.get_name() if backend is not None else None,
             dcp=int(arguments["dcp_world_size"]),
         )
+
+
+def _same_bytes(a: Any, b: Any) -> bool:
+    """Whether two tensors have equal bytes; NaN equals NaN of the same bits."""
+    import torch
+
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return bool(torch.equal(left, right))
 
 
 def describe_gather(gather: Any) -> str:
@@ -206,7 +224,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 def _pack_for(decision: Decision, layer: Any) -> tuple[str | None, Pack | None]:
     if not decision.packs:
         return None, None
-    if decision.route == "fused":
+    if decision.route in ("fused", "both"):
         weight = next(layer.kv_b_proj.parameters(), None)
         return fused_pack("cpu" if weight is None else weight.device.type)
     if decision.route.startswith("fault:"):

@@ -32,6 +32,7 @@ class Tally:
     continuations : chunks that start inside a context, merged by log-sum-exp.
     empty : requests without context in those calls.
     context_tokens : rows of context, summed over chunks: what a pack would see.
+    compared, unequal : calls run both ways on the route ``both``, and those whose bytes differed.
     packs : packs by kind, ``"bfloat16"`` or ``"bfloat16>float8_e4m3fn"``.
     pack_rows : tokens packed.
 
@@ -44,6 +45,8 @@ class Tally:
         self.continuations = 0
         self.empty = 0
         self.context_tokens = 0
+        self.compared = 0
+        self.unequal = 0
         self.packs: Counter[str] = Counter()
         self.pack_rows = 0
         self.facts: dict[str, Any] = {}
@@ -64,6 +67,11 @@ class Tally:
         self.context_tokens += tokens
         self._changed(calls=1, chunks=chunks, continuations=continuations)
 
+    def count_compared(self, *, equal: bool) -> None:
+        """Count one call that ran both ways."""
+        self.compared += 1
+        self.unequal += not equal
+
     def count_pack(self, kind: str, rows: int) -> None:
         """Count one pack of ``rows`` tokens."""
         self.packs[kind] += 1
@@ -81,6 +89,8 @@ class Tally:
             "continuations": self.continuations,
             "empty": self.empty,
             "context_tokens": self.context_tokens,
+            "compared": self.compared,
+            "unequal": self.unequal,
             "packs": dict(self.packs),
             "pack_rows": self.pack_rows,
             **self.facts,

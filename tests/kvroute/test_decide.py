@@ -167,6 +167,33 @@ def test_fused_gives_the_generic_loop_a_pack(monkeypatch: pytest.MonkeyPatch) ->
     assert callable(call(layer))
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_both_runs_twice_and_compares(
+    wrong: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Numbers(Impl):
+        def _context_parallel_compute_prefill_context(
+            self,
+            q: Any,
+            attn_metadata: Any,
+            dcp_world_size: int,
+            fused_mla_kv_concat_fn: Any = None,
+        ) -> Any:
+            moved = wrong and fused_mla_kv_concat_fn is not None
+            return torch.tensor([1.0 + moved]), torch.tensor([float("nan")])
+
+    monkeypatch.setattr(switch, "_place", lambda: {"rank": 0})
+    tally = Tally()
+    layer = layer_of(Numbers())
+    gate_layer(layer, Settings(route="both"), tally)
+    out, _ = call(layer)
+    assert out.item() == 1.0
+    assert (tally.calls, tally.compared, tally.unequal) == (1, 1, int(wrong))
+
+
 def test_gating_twice_is_gating_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, tally = gated("fused", monkeypatch)
     gate = getattr(layer.impl, LOOP)

@@ -257,10 +257,10 @@ def run_lanes(options: Options, progress: Progress = silent) -> tuple[list[evide
     found, worst = [], 0.0
     dims = "small" if options.any_dims else "real"
     for lane in options.lanes:
-        if lane == "gloo":
-            from equiv.loop import gloo
+        if lane in ("gloo", "engine"):
+            from equiv.loop import engine, gloo
 
-            found.append(gloo.lane(options))
+            found.append({"gloo": gloo.lane, "engine": engine.lane}[lane](options))
             continue
         one = LaneRun(lanes.plan(lane, base, dims=dims), options, progress)
         found.append(one.go())

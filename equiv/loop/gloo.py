@@ -8,10 +8,12 @@ of its served run, which in turn is held against the dense reference.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,6 +78,8 @@ class Group:
         trace: TracebackType | None,
     ) -> None:
         for end in self._ends:
+            with contextlib.suppress(OSError):  # a rank that died has closed its end
+                end.send("")  # later ranks hold copies of earlier ends: closing ours says nothing
             end.close()
         for process in self._processes:
             process.join(5)
@@ -97,12 +101,10 @@ def _serve_rank(
         world_size=size,
         timeout=timedelta(seconds=ANSWER_S / 2),
     )
-    try:
-        while True:
-            line = end.recv()
-            end.send(_one(parse(line).with_(rank=rank), pack))
-    except EOFError:
-        dist.destroy_process_group()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, on vLLM's collective
+    while line := end.recv():
+        end.send(_one(parse(line).with_(rank=rank), pack))
+    dist.destroy_process_group()
 
 
 def _one(case: LoopCase, pack: Callable[..., Any]) -> Result:

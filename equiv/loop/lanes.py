@@ -153,8 +153,8 @@ def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
                 yield case.with_(requests=requests, rank=seed % ranks, seed=seed)
 
 
-LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo")
-"""All lanes, in the order in which they run; ``gloo`` is in ``equiv.loop.gloo``."""
+LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo", "engine")
+"""All lanes, in the order in which they run; the last two have modules of their own."""
 
 
 def plan(

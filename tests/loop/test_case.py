@@ -13,7 +13,7 @@ BASE = LoopCase("ragged", 2, 0, 1, 16, 1, 32, ((1, 1),))
 GOOD = str(BASE)
 
 
-@pytest.mark.parametrize("lane", [lane for lane in lanes.LANES if lane not in ("edges", "gloo")])
+@pytest.mark.parametrize("lane", ["ragged", "fp8", "real", "strides"])
 def test_what_is_drawn_can_be_and_reads_back(lane: str) -> None:
     plan = lanes.plan(lane, BASE, dims="small")
     assert plan.drawn is not None

@@ -255,7 +255,29 @@ def test_real_ranks_find_a_gather_in_another_order(monkeypatch: pytest.MonkeyPat
     assert "other bytes than served ones" in lane.findings[0].detail
 
 
+def test_batches_through_the_real_engine_run_both_ways_with_equal_bytes() -> None:
+    from equiv.loop import engine
+
+    ranks = engine.launch(3, 5, "both")
+    assert engine._problem(ranks) == ""
+    for found in ranks:
+        tally = found["tally"]
+        assert tally["compared"] == tally["calls"] > 0
+        assert sum(tally["packs"].values()) == tally["chunks"] > tally["calls"]
+
+
+def test_the_engine_lane_tells_unequal_bytes_and_other_tokens() -> None:
+    from equiv.loop import engine
+
+    def rank(unequal: int, tokens: list[int]) -> dict[str, Any]:
+        return {"tally": {"unequal": unequal, "compared": 9}, "tokens": tokens}
+
+    assert engine._problem([rank(0, [1]), rank(0, [1])]) == ""
+    assert "2 of 9 loop calls" in engine._problem([rank(0, [1]), rank(2, [1])])
+    assert "other tokens" in engine._problem([rank(0, [1]), rank(0, [2])])
+
+
 def test_every_lane_has_least_counts() -> None:
     base = LoopCase("x", 2, 0, 1, 16, 1, 32, ((1, 1),))
-    for lane in lanes.LANES[:-1]:
+    for lane in lanes.LANES[:-2]:
         assert lanes.plan(lane, base, dims="small").least

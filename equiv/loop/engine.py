@@ -156,6 +156,7 @@ def lane(options: Options) -> evidence.Lane:
     except RuntimeError as error:
         missing.append(str(error))
     kinds = {
+        "batch": batches if counted else 0,
         "loop calls both ways": int(counted.get("compared", 0)),
         "continuation": int(counted.get("continuations", 0)),
         "no context": int(counted.get("empty", 0)),
@@ -169,9 +170,9 @@ def lane(options: Options) -> evidence.Lane:
     return evidence.Lane(
         lane="engine",
         state="failed" if findings else "not covered" if missing else "passed",
-        cases=batches,
+        cases=kinds["loop calls both ways"],
         enumerated=0,
-        drawn=batches,
+        drawn=kinds["loop calls both ways"],
         equal=kinds["loop calls both ways"] - int(counted.get("unequal", 0)),
         refused=0,
         declared=0,
@@ -218,7 +219,7 @@ def _finding(detail: str, batches: int, options: Options) -> evidence.Finding:
         kind="divergence",
         case=f"engine, seed {options.seed}, {batches} batches",
         found="",
-        after_cases=batches,
+        after_cases=0,
         detail=detail,
         voices="",
         raised_in="",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -122,6 +123,7 @@ class ServerProcess:
         except _Stop:
             for number in previous:
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave children
+            sys.stderr.write("bytegate: stopping the server\n")
             self.stop()
             return 0
         finally:

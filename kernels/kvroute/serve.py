@@ -62,7 +62,8 @@ class ServeOptions:
 
     Attributes
     ----------
-    route : ``stock``, ``fused``, ``fault:ID`` or ``module:function``; ``None`` leaves vLLM as is.
+    route : ``stock``, ``fused``, ``both``, ``fault:ID`` or ``module:function``; ``None`` leaves
+        vLLM as it is.
     tp, dcp : tensor and decode context parallelism.
     model : folder or name; ``None``: the small model (CPU only).
     workspace : rows of the chunked-prefill workspace, or ``None``.
@@ -159,6 +160,8 @@ def start(
 def serve(options: ServeOptions) -> int:
     """Serve in the foreground until the server ends or a signal comes; the exit code."""
     server = start(options)
+    sys.stdout.write(f"bytegate: route {options.route or 'as vLLM has it'} at {server.url}\n")
+    sys.stdout.flush()
     return server.run()
 
 
@@ -172,7 +175,8 @@ def detect_device() -> str:
 def parse(arguments: Sequence[str]) -> ServeOptions:
     """Read the command line; what isn't ours is vLLM's."""
     parser = argparse.ArgumentParser(prog="bytegate serve", allow_abbrev=False)
-    parser.add_argument("--route", default="stock", help="stock, fused, fault:ID, module:function")
+    routes = "stock, fused, both, fault:ID or module:function"
+    parser.add_argument("--route", default="stock", help=routes)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dcp", type=int, default=2)
     parser.add_argument("--model", help="default on a CPU: a small random model")
@@ -200,7 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m kvroute.serve``."""
     try:
         return serve(parse(sys.argv[1:] if arguments is None else arguments))
-    except RouteError:
+    except RouteError as error:
+        sys.stderr.write(f"bytegate: {error}\n")
         return 2
 
 

@@ -277,6 +277,22 @@ def test_the_engine_lane_tells_unequal_bytes_and_other_tokens() -> None:
     assert "other tokens" in engine._problem([rank(0, [1]), rank(0, [2])])
 
 
+def test_evidence_that_contradicts_itself_is_not_written(tmp_path: Path) -> None:
+    import dataclasses
+
+    from equiv.errors import BytegateError
+
+    made = api.run_loop(api.LoopRequest(lanes=("strides",), out=tmp_path, device="cpu"))
+    for lie in (
+        {"verdict": "PASS", "exit_code": 1},
+        {"untouched": {"untouched": False}},
+        {"lanes": [dataclasses.replace(made.lanes[0], state="not covered")]},
+        {"lanes": [dataclasses.replace(made.lanes[0], cases=made.lanes[0].cases + 1)]},
+    ):
+        with pytest.raises(BytegateError, match="contradicts itself"):
+            evidence.write(tmp_path / "loop.json", dataclasses.replace(made, **lie))
+
+
 def test_every_lane_has_least_counts() -> None:
     base = LoopCase("x", 2, 0, 1, 16, 1, 32, ((1, 1),))
     for lane in lanes.LANES[:-2]:

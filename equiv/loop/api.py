@@ -63,6 +63,9 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     import torch
 
     torch.set_num_threads(1)
+    # The reference's bound takes sums of products to accumulate in float32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     try:
         stand_ins = _stand_ins(found)
         for patch in patches:
@@ -121,6 +124,8 @@ def run_loop(
     for lane in request.lanes:
         if lane not in lanes.LANES:
             raise UsageError(f"unknown lane {lane!r}: expected one of {', '.join(lanes.LANES)}")
+        if lane in lanes.CPU_ONLY and (request.device or "cpu") != "cpu":
+            raise UsageError(f"lane {lane!r} runs on the CPU alone: leave --device out")
     profile = profile_of(request.profile or default_name())
     evidence.check_folder(request.out)
     device, stand_ins = prepare(request.device, request.patches)
@@ -131,7 +136,7 @@ def run_loop(
         device=device,
         profile=profile,
         seed=seed_of(profile, request.seed),
-        lanes=tuple(request.lanes) or lanes.LANES,
+        lanes=tuple(request.lanes) or default_lanes(device),
         patches=request.patches,
         any_dims=any_dims,
     )
@@ -161,6 +166,12 @@ def run_loop(
     )
     evidence.write(request.out / "loop.json", made)
     return made
+
+
+def default_lanes(device: str) -> tuple[str, ...]:
+    """Return the lanes that a device runs."""
+    left_out = () if device == "cpu" else lanes.CPU_ONLY
+    return tuple(lane for lane in lanes.LANES if lane not in left_out)
 
 
 def judge(

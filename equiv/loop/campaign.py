@@ -36,7 +36,8 @@ class Options:
 
     Attributes
     ----------
-    pack : the callable under test; ``name`` is its spec, ``any_dims`` whether it takes small heads.
+    pack : the callable under test; ``name`` is its spec, ``any_dims`` whether it takes small heads
+        and float32, as the CPU's own does.
     patches : specs, for the repro command.
     first_only : stop at the first finding.
 
@@ -253,6 +254,7 @@ def run_lanes(options: Options, progress: Progress = silent) -> tuple[list[evide
         requests=((1, 1),),
         pack=options.name,
         device=options.device,
+        dtype="fp32" if options.any_dims else "bf16",
     )
     found, worst = [], 0.0
     dims = "small" if options.any_dims else "real"

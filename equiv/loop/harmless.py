@@ -89,7 +89,8 @@ def draw(
     ranks: tuple[int, ...] = lanes.RANKS,
 ) -> list[LoopCase]:
     """Return drawn cases of the ragged lane."""
-    base = LoopCase("ragged", 2, 0, 1, 16, 1, 32, ((1, 1),), device=options.device)
+    dtype = "fp32" if options.any_dims else "bf16"
+    base = LoopCase("ragged", 2, 0, 1, 16, 1, 32, ((1, 1),), dtype=dtype, device=options.device)
     dims = "small" if options.any_dims else "real"
     plan = lanes.plan("ragged", base, dims=dims, ranks=ranks)
     found: list[LoopCase] = []

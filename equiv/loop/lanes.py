@@ -19,6 +19,7 @@ PAGES = (16, 32, 64)
 HEADS = (1, 2, 12, 16)
 SMALL_ROWS = 1024
 """Workspace rows of drawn cases; one alignment more where that alone is larger."""
+SIXTEEN_BIT = ("bf16", "fp16")
 MOST_CONTEXT = 4096
 """Context tokens of a drawn case."""
 MOST_REQUESTS = 6
@@ -64,6 +65,14 @@ def shapes(dims: str) -> tuple[int, ...]:
     return HEADS if dims == "real" else (1, 2, 3, 12, 16)
 
 
+def dtypes(base: LoopCase) -> tuple[str, ...]:
+    """Return the model dtypes that a lane draws, simplest first.
+
+    A base in float32 says that the pack takes it; fused kernels take 16-bit floats alone.
+    """
+    return DTYPES if base.dtype == "fp32" else SIXTEEN_BIT
+
+
 @st.composite
 def structures(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw ranks, pages, heads and a workspace."""
@@ -104,7 +113,7 @@ def batches(draw: Draw, case: LoopCase) -> LoopCase:
 @st.composite
 def ragged(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw a case with a cache in the model's dtype."""
-    case = draw(structures(base.with_(dtype=draw(st.sampled_from(DTYPES))), groups))
+    case = draw(structures(base.with_(dtype=draw(st.sampled_from(dtypes(base)))), groups))
     return draw(batches(case))  # type: ignore[no-any-return]
 
 
@@ -112,7 +121,7 @@ def ragged(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopC
 def quantised(draw: Draw, base: LoopCase) -> LoopCase:
     """Draw a case with an fp8 cache or a forced fp8 prefill, or both."""
     cache, fp8 = draw(st.sampled_from([("fp8", 0), ("fp8", 1), ("auto", 1)]))
-    dtype = draw(st.sampled_from(("bf16", "fp16") if fp8 else ("bf16", "fp32", "fp16")))
+    dtype = draw(st.sampled_from(SIXTEEN_BIT if fp8 else dtypes(base)))
     scale = draw(st.sampled_from(SCALES)) if cache == "fp8" else "1"
     proj = draw(st.sampled_from(("plain", "fp8"))) if fp8 else "plain"
     case = base.with_(dtype=dtype, cache=cache, fp8=fp8, k_scale=scale, proj=proj)
@@ -155,6 +164,8 @@ def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
 
 LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo", "engine")
 """All lanes, in the order in which they run; the last two have modules of their own."""
+CPU_ONLY = ("gloo", "engine")
+"""Lanes that need the CPU's collectives or server; on a GPU real servers take their place."""
 
 
 def plan(

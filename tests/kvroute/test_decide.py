@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -262,3 +264,30 @@ def test_an_empty_environment_asks_for_nothing() -> None:
 def test_a_decision_knows_whether_it_packs() -> None:
     assert not Decision("stock", PRESENT, None, "").packs
     assert Decision("fault:K05", PRESENT, None, "").packs
+
+
+def test_a_layer_is_hooked_when_its_module_is_imported_later(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Kimi-K3's module is imported by the worker long after the plugin ran, or never."""
+    monkeypatch.setattr(switch, "_place", lambda: {"rank": 0})
+    (tmp_path / "late_layers.py").write_text(
+        "class Layer:\n    def __init__(self, impl, kv_b_proj):\n"
+        "        self.impl, self.kv_b_proj = impl, kv_b_proj\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(switch, "LAYERS", (("late_layers", "Layer"),))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(switch, "TALLY", Tally())
+    switch.install(Settings(route="stock"))
+    assert "late_layers" not in sys.modules
+    import late_layers
+
+    built = late_layers.Layer(Impl(), layer_of(None).kv_b_proj)
+    assert isinstance(getattr(built.impl, LOOP), LoopGate)
+    switch.install(Settings(route="stock"))  # a second time hooks nothing twice
+    assert late_layers.Layer.__init__.__wrapped__.__name__ == "__init__"
+    assert not hasattr(late_layers.Layer.__init__.__wrapped__, "__wrapped__")
+    monkeypatch.delitem(sys.modules, "late_layers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from dataclasses import dataclass
 from random import Random
@@ -74,15 +73,11 @@ def _rate(ranks: int, cases: int, seed: int, pack: object) -> Rate:
     return Rate(ranks, count, chunks / count, context / count, count / wall, count / cpu)
 
 
-def main() -> None:
-    """Print the rates."""
-    for rate in measure():
-        sys.stdout.write(
-            f"D={rate.ranks}: {rate.cpu_per_s:.0f} cases/s of CPU time, {rate.wall_per_s:.0f} by "
-            f"the clock ({rate.cases} cases, {rate.chunks:.1f} chunks and {rate.context:.0f} "
-            "context tokens a case)\n",
-        )
-
-
-if __name__ == "__main__":
-    main()
+def report(cases: int = 300) -> str:
+    """Measure, and return the rates in a line for each D."""
+    return "".join(
+        f"D={rate.ranks}: {rate.cpu_per_s:.0f} cases/s of CPU time, {rate.wall_per_s:.0f} by the "
+        f"clock ({rate.cases} cases, {rate.chunks:.1f} chunks and {rate.context:.0f} context "
+        "tokens a case)\n"
+        for rate in measure(cases)
+    )

@@ -129,6 +129,27 @@ def test_stopping_ends_every_process_and_leaves_the_evidence(
 
 
 @pytest.mark.nightly
+def test_a_kill_switch_restores_the_stock_statements_in_a_live_server(
+    answers: dict[str, Any],
+    servers: Callable[..., list[Any]],
+    ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_K3_DCP_FUSED_KV_PACK", "0")
+    (server,) = servers(ServeOptions(route="fused", workspace=WORKSPACE))
+    try:
+        found, counted = probe.log_probs(server.url, ids), probe.ranks(server.url)
+    finally:
+        server.stop()
+    assert np.array_equal(bits(found), bits(answers["stock"]))
+    for rank in counted:
+        assert (rank["requested"], rank["route"], rank["packs"]) == ("fused", "stock", {})
+        assert rank["switch"] == "VLLM_K3_DCP_FUSED_KV_PACK=0"
+    text = Path(server.log).read_text(encoding="utf-8")
+    assert text.count("switch=VLLM_K3_DCP_FUSED_KV_PACK=0") == 2
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "first"),
     [

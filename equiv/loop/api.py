@@ -110,7 +110,7 @@ def run_loop(
     request: LoopRequest,
     progress: campaign.Progress = campaign.silent,
 ) -> evidence.LoopEvidence:
-    """Run the loop layer, and write ``loop.json`` to ``request.out``.
+    """Run the loop layer, and write ``loop.json`` and ``loop.xml`` to ``request.out``.
 
     Raises
     ------
@@ -164,7 +164,10 @@ def run_loop(
         seconds=round(time.monotonic() - start, 3),
         command=request.command,
     )
+    from equiv import junit
+
     evidence.write(request.out / "loop.json", made)
+    evidence.write_text(request.out / "loop.xml", junit.of_loop(made))
     return made
 
 

@@ -168,8 +168,10 @@ def _show_faults(made: FaultsEvidence, path: Path) -> None:
         ]
         if row.twin != "clean":
             lines.append(f"    {row.twin}")
-    lines += [f"{name}: {count:,} cases" for name, count in made.false_alarms["cases"].items()]
-    lines += [f"FALSE ALARM {alarm}" for alarm in made.false_alarms["alarms"]]
+    alarms = made.false_alarms["alarms"]
+    counts = made.false_alarms["candidates"]
+    lines += [f"{name}: {count:,} cases" for name, count in counts.items()]
+    lines += [f"FALSE ALARM {a['candidate']}: {a['kind']} on {a['case']}" for a in alarms]
     caught = sum(row.outcome == "caught" for row in made.faults)
     lines.append(
         f"{made.verdict}: {caught} of {len(made.faults)} caught, "

@@ -49,7 +49,7 @@ def run_faults(
     request: LoopFaultsRequest,
     progress: campaign.Progress = campaign.silent,
 ) -> evidence.FaultsEvidence:
-    """Run the faults and the false alarms; write ``faults.json``.
+    """Run the faults and the false alarms; write ``faults.json`` and ``faults.xml``.
 
     Raises
     ------
@@ -108,7 +108,10 @@ def run_faults(
         seconds=round(time.monotonic() - start, 3),
         command=request.command,
     )
+    from equiv import junit
+
     evidence.write(request.out / "faults.json", made)
+    evidence.write_text(request.out / "faults.xml", junit.of_faults(made))
     return made
 
 
@@ -179,13 +182,23 @@ def _false_alarms(options: campaign.Options, cases: int) -> dict[str, Any]:
 
     wide = dataclasses.replace(options, draws=cases, first_only=False, lanes=LANES[:3])
     lanes, worst = campaign.run_lanes(wide)
-    alarms = [f"{f.kind}: {f.repro}" for lane in lanes for f in lane.findings]
-    run_each: dict[str, int] = {"clean": sum(lane.cases for lane in lanes)}
+    alarms = [
+        {"candidate": "clean", "case": f.case, "kind": f.kind, "detail": f.detail}
+        for lane in lanes
+        for f in lane.findings
+    ]
+    counts: dict[str, int] = {"clean": sum(lane.cases for lane in lanes)}
     for name, change in harmless.CHANGES.items():
-        count, problems = change(options)
-        run_each[name] = count
-        alarms += [f"{name}: {problem}" for problem in problems]
-    return {"alarms": alarms, "cases": run_each, "worst_share": worst}
+        counts[name], problems = change(options)
+        alarms += [
+            {"candidate": name, "case": line, "kind": kind, "detail": ""} for kind, line in problems
+        ]
+    return {
+        "cases": sum(counts.values()),
+        "alarms": alarms,
+        "candidates": counts,
+        "worst_share": worst,
+    }
 
 
 def in_child(work: Callable[..., dict[str, Any]], *arguments: Any, **_: Any) -> dict[str, Any]:

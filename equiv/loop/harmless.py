@@ -18,7 +18,8 @@ from equiv.profiles import settings_of
 CASES = 100
 """Cases of each change."""
 
-Outcome = tuple[int, list[str]]
+Outcome = tuple[int, list[tuple[str, str]]]
+"""Cases run, and kind and case of each that was flagged."""
 
 
 def same_permutation(options: Options) -> Outcome:
@@ -70,7 +71,7 @@ def started_again(options: Options) -> Outcome:
     for case in cases:
         first, second = run(case, options.pack), run(case, options.pack)
         if first.output_hash != second.output_hash or first.failed:
-            problems.append(str(case))
+            problems.append((first.status, str(case)))
     return len(cases), problems
 
 
@@ -116,5 +117,5 @@ def _all_pass(options: Options, change: Callable[[LoopCase], list[LoopCase]]) ->
             count += 1
             result = run(changed, options.pack)
             if result.failed:
-                problems.append(f"{result.status} on {changed}")
+                problems.append((result.status, str(changed)))
     return count, problems

@@ -132,10 +132,15 @@ def run(case: LoopCase, pack: Callable[..., Any]) -> Result:
             )
         first = (str(error).splitlines() or [""])[0][:200] or _line_of(error)
         result = Result("raised", f"{type(error).__name__}: {first}", raised_in=_raised_in(error))
-    chunks = 0
-    if made is not None and len(made.metadata) > case.rank:
-        chunks = len(made.metadata[case.rank].prefill.chunked_context.chunks)
-    return Result(**{**vars(result), "kinds": kinds, "chunks": chunks})
+    return Result(**{**vars(result), "kinds": kinds, "chunks": len(_planned(case, made))})
+
+
+def _planned(case: LoopCase, made: world.World | None) -> list[Any]:
+    """Return the rank's context chunks; none where a changed vLLM made no plan."""
+    if made is None or len(made.metadata) <= case.rank:
+        return []
+    context = made.metadata[case.rank].prefill.chunked_context
+    return list(getattr(context, "chunks", ()))
 
 
 def _compare(
@@ -225,8 +230,7 @@ class Spy:
 
 def refusal_declared(case: LoopCase, made: world.World) -> bool:
     """Whether vLLM is known to refuse the case: padded heads on one side of a merge."""
-    chunks = made.metadata[case.rank].prefill.chunked_context.chunks
-    return bool(case.pad) and any(chunk.is_continuation for chunk in chunks)
+    return bool(case.pad) and any(chunk.is_continuation for chunk in _planned(case, made))
 
 
 AGREE = (

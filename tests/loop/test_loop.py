@@ -123,6 +123,14 @@ def test_a_wrong_pack_is_found(pack: Any, status: str) -> None:
     assert run(MIXED, pack).status == status
 
 
+def test_a_vllm_that_plans_nothing_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.attention import mla_attention as mla
+
+    monkeypatch.setattr(mla, "build_mla_chunked_context_metadata", lambda **_: None)
+    assert run(MIXED, cat_pack).status == "raised"
+    assert run(MIXED.with_(pad=8), cat_pack).status == "raised"
+
+
 def test_one_context_row_is_enough_to_be_outside_the_bound() -> None:
     """The bound isn't so wide that a lost row of 545 hides in it, in float32."""
     contents = payload.make(MIXED)

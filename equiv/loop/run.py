@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from equiv.compare import Difference, differing, summarise
-from equiv.loop import payload, reference, world
+from equiv.loop import payload, plan, reference, world
 from equiv.loop.case import LoopCase
 
 EQUAL, REFUSED = "equal", "refused"
@@ -23,6 +23,7 @@ FINDINGS = {
     "divergence": "the loop gives other bytes with the pack than without it",
     "reference": "the loop lies outside the dense reference's bound",
     "ranks": "two ranks' metadata disagree",
+    "plan": "fields of a context chunk contradict the requests or each other",
     "out_of_bounds": "a row beside the workspace was written",
     "input_changed": "the cache or the query was changed",
     "not_run": "the pack was not called once for each context chunk",
@@ -120,6 +121,9 @@ def run(case: LoopCase, pack: Callable[..., Any]) -> Result:
         made = world.build(case, contents)
         kinds = kinds_of(case, made)
         _ranks_agree(made)
+        contradictions = plan.contradictions(case, _planned(case, made))
+        if contradictions:
+            return Result("plan", contradictions[0][:300], kinds=kinds)
         return _compare(case, contents, made, pack, kinds)
     except Finding as found:
         result = found.result
@@ -247,18 +251,19 @@ AGREE = (
 
 
 def _ranks_agree(made: world.World) -> None:
-    plans = [
+    all_plans = [
         [
             tuple(getattr(chunk, name) for name in AGREE)
             for chunk in m.prefill.chunked_context.chunks
         ]
         for m in made.metadata
     ]
-    for rank, plan in enumerate(plans):
-        if plan == plans[0]:
+    first = all_plans[0]
+    for rank, other in enumerate(all_plans):
+        if other == first:
             continue
-        index = next((i for i, (a, b) in enumerate(zip(plan, plans[0], strict=False)) if a != b), 0)
-        names = [n for n, a, b in zip(AGREE, plan[index], plans[0][index], strict=True) if a != b]
+        index = next((i for i, (a, b) in enumerate(zip(other, first, strict=False)) if a != b), 0)
+        names = [n for n, a, b in zip(AGREE, other[index], first[index], strict=True) if a != b]
         raise Finding("ranks", f"chunk {index}: ranks 0 and {rank} differ in {', '.join(names)}")
 
 

@@ -131,6 +131,33 @@ def test_a_vllm_that_plans_nothing_is_a_finding(monkeypatch: pytest.MonkeyPatch)
     assert run(MIXED.with_(pad=8), cat_pack).status == "raised"
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("token_offset += num_tokens", "token_offset -= num_tokens"),
+        ("local_token_offset += num_local_tokens", "local_token_offset -= num_local_tokens"),
+        ("max_query_len=max(query_lens)", "max_query_len=min(query_lens)"),
+        ("max_seq_len=max(plan.seq_lens)", "max_seq_len=max(plan.seq_lens) + 1"),
+        ("query_start_loc[plan.request_start + 1],", "query_start_loc[plan.request_end],"),
+        (
+            "for length in query_lens)\n            and all(",
+            "for length in query_lens)\n            and not all(",
+        ),
+    ],
+)
+def test_a_field_that_the_cpu_does_not_read_is_checked_all_the_same(old: str, new: str) -> None:
+    from kvroute.faults.edit import Edit
+
+    module = "vllm.model_executor.layers.attention.mla_attention"
+    undo = Edit("M", module, "build_mla_chunked_context_metadata", old, new).plant()
+    try:
+        found = [run(case, cat_pack) for case in lanes.plan("edges", MIXED, dims="small").explicit]
+    finally:
+        undo()
+    assert any(result.failed for result in found)
+    assert not any(result.status == "divergence" for result in found)
+
+
 def test_one_context_row_is_enough_to_be_outside_the_bound() -> None:
     """The bound isn't so wide that a lost row of 545 hides in it, in float32."""
     contents = payload.make(MIXED)

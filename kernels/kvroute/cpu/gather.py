@@ -67,15 +67,21 @@ def make_gather_and_maybe_dequant_cache(_original: Any) -> Any:
         dst: Tensor,
         block_table: Tensor,
         cu_seq_lens: Tensor,
-        token_to_seq: Tensor,  # noqa: ARG001
+        token_to_seq: Tensor,
         num_tokens: int,
         kv_cache_dtype: str,
         scale: Tensor,
         seq_starts: Tensor | None = None,
     ) -> None:
-        requests = cu_seq_lens.numel() - 1
-        rows = rows_of(block_table[:requests], cu_seq_lens, seq_starts, src_cache.shape[1])
-        gathered = src_cache.reshape(-1, src_cache.shape[-1]).index_select(0, rows[:num_tokens])
+        # As the CUDA kernel: a row's request is what token_to_seq says, not what the lengths give.
+        request = token_to_seq[:num_tokens].to(torch.int64)
+        position = torch.arange(num_tokens) - cu_seq_lens.to(torch.int64)[request]
+        if seq_starts is not None:
+            position = position + seq_starts.to(torch.int64)[request]
+        page = src_cache.shape[1]
+        block = block_table.to(torch.int64)[request, position // page]
+        rows = block * page + position % page
+        gathered = src_cache.reshape(-1, src_cache.shape[-1]).index_select(0, rows)
         if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
             widened = gathered.view(torch.float8_e4m3fn).to(torch.float32)
             gathered = (widened * scale.to(torch.float32)).to(dst.dtype)

@@ -39,8 +39,8 @@ class LoopRequest:
 DISTRIBUTION = (
     "hypothesis's draws: D in {2, 3, 4, 8}, page in {16, 32, 64}, interleave in {1, 2, 16, page/2, "
     "page}, 1 to 16 heads, workspaces of 1 to 4 alignments, 1 to 6 requests of 1 to 7 query tokens "
-    "with contexts at edges or anywhere up to 2.5 workspaces; latents and queries normal. The "
-    "bound speaks of this distribution alone"
+    "with contexts at edges (up to 2.5 workspaces) or anywhere up to 1.5; latents and queries "
+    "normal. The bound speaks of this distribution alone"
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from equiv.loop.case import DTYPES, SCALES, LoopCase
 
 RANKS = (2, 3, 4, 8)
 PAGES = (16, 32, 64)
-HEADS = (1, 2, 12, 16)
+SHAPES = {"small": (1, 2, 3, 12, 16), "real": (1, 2, 12, 16)}
+"""Heads a rank that a lane draws, by head sizes."""
 SMALL_ROWS = 1024
 """Workspace rows of drawn cases; one alignment more where that alone is larger."""
 SIXTEEN_BIT = ("bf16", "fp16")
@@ -60,11 +62,6 @@ def edges(case: LoopCase) -> list[int]:
     return sorted({n for n in near if n >= 0})
 
 
-def shapes(dims: str) -> tuple[int, ...]:
-    """Return the head counts that a lane draws."""
-    return HEADS if dims == "real" else (1, 2, 3, 12, 16)
-
-
 def dtypes(base: LoopCase) -> tuple[str, ...]:
     """Return the model dtypes that a lane draws, simplest first.
 
@@ -73,31 +70,51 @@ def dtypes(base: LoopCase) -> tuple[str, ...]:
     return DTYPES if base.dtype == "fp32" else SIXTEEN_BIT
 
 
+@lru_cache(maxsize=8)
+def plans(groups: tuple[int, ...]) -> st.SearchStrategy[tuple[int, int, int, int]]:
+    """Return a strategy of ``(ranks, page, interleave, workspace)``, simple ones first."""
+    found = []
+    for times in range(1, 5):
+        for ranks in groups:
+            for page in PAGES:
+                for interleave in dict.fromkeys((1, 16, page, 2, page // 2)):
+                    alignment = math.lcm(page, ranks * interleave)
+                    if times == 1 or times * alignment <= SMALL_ROWS:
+                        found.append((ranks, page, interleave, times * alignment))
+    return st.sampled_from(found)
+
+
+# Made once: a strategy that is built anew at every draw costs more than the draw.
+_RANK = st.integers(0, 23)  # modulo D, for 24 is a multiple of every D
+_HEADS = {dims: st.sampled_from(heads) for dims, heads in SHAPES.items()}
+_DTYPE: dict[tuple[str, ...], st.SearchStrategy[str]] = {
+    names: st.sampled_from(names) for names in (DTYPES, SIXTEEN_BIT)
+}
+_REQUESTS = st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=MOST_REQUESTS)
+_SEED = st.integers(0, 2**31 - 1)
+
+
 @st.composite
 def structures(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw ranks, pages, heads and a workspace."""
-    ranks = draw(st.sampled_from(groups))
-    page = draw(st.sampled_from(PAGES))
-    interleave = draw(st.sampled_from([1, 16, page, 2, page // 2]))
-    alignment = math.lcm(page, ranks * interleave)
-    most = max(1, SMALL_ROWS // alignment)
+    ranks, page, interleave, workspace = draw(plans(groups))
     return base.with_(
         ranks=ranks,
-        rank=draw(st.integers(0, ranks - 1)),
+        rank=draw(_RANK) % ranks,
         interleave=interleave,
         page=page,
-        heads=draw(st.sampled_from(shapes(base.dims))),
-        workspace=alignment * draw(st.integers(1, min(most, 4))),
+        heads=draw(_HEADS[base.dims]),
+        workspace=workspace,
     )
 
 
 @st.composite
 def batches(draw: Draw, case: LoopCase) -> LoopCase:
-    """Draw the requests: contexts at edges or anywhere up to 2.5 workspaces, short queries."""
+    """Draw the requests: contexts at edges or anywhere up to 1.5 workspaces, short queries."""
     known = edges(case)
-    most = 5 * case.workspace // 2
+    most = 3 * case.workspace // 2  # the longest edge is 2.5 workspaces
     # One number a request, 0 to 2^16: an edge, a length, or, one time in six, no context.
-    drawn = draw(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=MOST_REQUESTS))
+    drawn = draw(_REQUESTS)
     kept: list[int] = []
     for value in drawn:
         kind, rest = value % 6, value // 6
@@ -105,7 +122,7 @@ def batches(draw: Draw, case: LoopCase) -> LoopCase:
         kept.append(context if sum(kept) + context <= MOST_CONTEXT else 0)
     if not any(kept):
         kept[-1] = min(1 + drawn[-1] % most, MOST_CONTEXT)
-    seed = draw(st.integers(0, 2**31 - 1))
+    seed = draw(_SEED)
     queries = [QUERIES[(seed >> 2 * index) % len(QUERIES)] for index in range(len(kept))]
     return case.with_(requests=tuple(zip(queries, kept, strict=True)), seed=seed)
 
@@ -113,7 +130,8 @@ def batches(draw: Draw, case: LoopCase) -> LoopCase:
 @st.composite
 def ragged(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw a case with a cache in the model's dtype."""
-    case = draw(structures(base.with_(dtype=draw(st.sampled_from(dtypes(base)))), groups))
+    dtype = draw(_DTYPE[dtypes(base)])
+    case = draw(structures(base.with_(dtype=dtype), groups))
     return draw(batches(case))  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,6 @@
 """Whether a chunk's fields say the same thing: each is derived anew from the case's requests.
 
-The CPU's prefill backend reads few of them. GPU backends and the scaled gather read the others, so a
+The CPU's prefill backend reads few of them. GPU backends and the scaled gather read the others: a
 wrong one would not show in a result here.
 """
 
@@ -25,14 +25,14 @@ def contradictions(case: LoopCase, chunks: list[Any]) -> list[str]:
     offsets = [0, *accumulate(query for query, _ in case.requests)]
     covered = [0] * len(case.requests)
     wrong: list[str] = []
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
         first, stop = chunk.request_slice.start, chunk.request_slice.stop
         queries = [query for query, _ in case.requests[first:stop]]
-        lengths = _list(chunk.seq_lens)
+        lengths = chunk.seq_lens.tolist()
         padded = list(chunk.padded_local_seq_lens)
         base = offsets[first]
         expected = {
-            "index": chunks.index(chunk),
+            "index": index,
             "token_slice": slice(base, offsets[stop]),
             "continuation_token_end": offsets[first + 1],
             "is_continuation": covered[first] > 0,
@@ -50,7 +50,7 @@ def contradictions(case: LoopCase, chunks: list[Any]) -> list[str]:
         }
         for name, value in expected.items():
             found = getattr(chunk, name)
-            found = _list(found) if isinstance(value, list) else found
+            found = found.tolist() if isinstance(value, list) else found
             if found != value:
                 wrong.append(f"chunk {chunk.index}: {name} is {found}, expected {value}")
         for request, length in zip(range(first, stop), lengths, strict=True):
@@ -61,9 +61,6 @@ def contradictions(case: LoopCase, chunks: list[Any]) -> list[str]:
     return wrong
 
 
-def _list(tensor: Any) -> list[int]:
-    return [int(value) for value in tensor.tolist()]
-
-
 def _repeated(lengths: list[int]) -> list[int]:
-    return [int(i) for i in np.repeat(np.arange(len(lengths)), lengths)]
+    repeated: list[int] = np.repeat(np.arange(len(lengths)), lengths).tolist()
+    return repeated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ class ServerProcess:
     command, environment : how to start it.
     url : its address, without a path.
     log : file for its output; ``None`` passes it through.
+    scratch : folder that goes when the server has stopped.
 
     Raises
     ------
@@ -54,8 +56,10 @@ class ServerProcess:
         environment: Mapping[str, str],
         url: str,
         log: Path | None = None,
+        scratch: Path | None = None,
     ) -> None:
         self.url = url
+        self._scratch = scratch
         self.log = log
         self._sink: IO[bytes] | None = log.open("wb") if log is not None else None
         self._process = subprocess.Popen(  # noqa: S603
@@ -109,6 +113,8 @@ class ServerProcess:
         code = self._process.wait()
         if self._sink is not None:
             self._sink.close()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         return code
 
     def run(self) -> int:

@@ -149,12 +149,13 @@ def start(
 
     """
     launch = plan(options, os.environ, device or detect_device())
+    scratch: Path | None = None
     if "PROMETHEUS_MULTIPROC_DIR" not in launch.environment:
         # Every server needs a folder of its own, or it counts another's workers.
         launch.environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(
             prefix="bytegate-metrics-"
         )
-    return ServerProcess(launch.command, launch.environment, launch.url, log)
+    return ServerProcess(launch.command, launch.environment, launch.url, log, scratch)
 
 
 def serve(options: ServeOptions) -> int:

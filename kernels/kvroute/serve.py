@@ -152,9 +152,8 @@ def start(
     scratch: Path | None = None
     if "PROMETHEUS_MULTIPROC_DIR" not in launch.environment:
         # Every server needs a folder of its own, or it counts another's workers.
-        launch.environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(
-            prefix="bytegate-metrics-"
-        )
+        scratch = Path(tempfile.mkdtemp(prefix="bytegate-metrics-"))
+        launch.environment["PROMETHEUS_MULTIPROC_DIR"] = str(scratch)
     return ServerProcess(launch.command, launch.environment, launch.url, log, scratch)
 
 

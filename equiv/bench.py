@@ -186,6 +186,16 @@ def _as_items(pair: str, candidate: str, lines: list[str]) -> float:
         return float(suite.get("time", "nan"))
 
 
+@app.command()
+def loop(
+    cases: Annotated[int, typer.Option(min=20, help="Drawn cases to time, for each D.")] = 300,
+) -> None:
+    """Loop cases a second on one core, drawn by hypothesis, everything on (``equiv.loop.bench``)."""
+    from equiv.loop.bench import report
+
+    sys.stdout.write(report(cases))
+
+
 def main() -> None:
     """Run the benchmark command line; errors are one line, as everywhere."""
     add_checkout_paths()

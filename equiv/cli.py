@@ -17,6 +17,7 @@ import typer
 
 from equiv.errors import BytegateError, ExitCode
 from equiv.lanes import LANES
+from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
 
 CLICK_ERROR: type[Any] = typer.BadParameter.__mro__[2]
@@ -34,6 +35,7 @@ equiv_app = typer.Typer(
     help="Compare a pair's candidates with its reference, byte for byte, on every lane.",
 )
 app.add_typer(equiv_app, name="equiv")
+app.add_typer(loop_app, name="loop")
 
 PairOption = Annotated[str, typer.Option(help="Registered op pair.")]
 CandidateOption = Annotated[
@@ -186,6 +188,20 @@ def schema() -> None:
     from equiv import evidence
 
     sys.stdout.write(json.dumps(evidence.json_schema(), indent=2) + "\n")
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(context: typer.Context) -> None:
+    """Start a real vLLM server on a chosen route; arguments that aren't ours are vLLM's."""
+    from equiv.pairs import add_checkout_paths
+
+    add_checkout_paths()
+    from kvroute.serve import main as serve_main
+
+    raise typer.Exit(serve_main(context.args))
 
 
 def command_line() -> str:

@@ -228,7 +228,7 @@ class FaultsEvidence:
     validated: bool = field(default=False)
 
 
-VERDICTS = {"PASS": 0, "FAIL": 1, "NOT COVERED": 4}
+VERDICTS = {"PASS": 0, "FAIL": 1, "NOT COVERED": 4, "INVALID": 4}
 STATES = ("passed", "failed", "not covered")
 
 
@@ -242,6 +242,8 @@ def contradictions(made: Any) -> list[str]:
         if made.verdict == "PASS" and (missed or made.false_alarms.get("alarms")):
             wrong.append(f"verdict PASS with missed faults {', '.join(missed)} or false alarms")
         return wrong
+    if isinstance(made, LoopEvidence):
+        return wrong + _loop_contradictions(made)
     failed = False
     for c in made.candidates:
         failed = failed or c.state == "failed"
@@ -253,6 +255,16 @@ def contradictions(made: Any) -> list[str]:
             wrong.append(f"candidates.{c.name} passed, and a lane of it didn't")
     if made.verdict == "PASS" and failed:
         wrong.append("verdict PASS with a candidate that failed")
+    return wrong
+
+
+def _loop_contradictions(made: LoopEvidence) -> list[str]:
+    wrong = [f"lanes.{w}" for x in made.lanes for w in _lane_contradictions(x)]
+    states = {x.state for x in made.lanes}
+    if made.verdict == "PASS" and states != {"passed"}:
+        wrong.append("verdict PASS with a lane that didn't pass")
+    if made.verdict == "PASS" and not made.patches and not made.untouched.get("untouched"):
+        wrong.append("verdict PASS on a loop that isn't vLLM's own")
     return wrong
 
 
@@ -389,3 +401,40 @@ def read_any(path: Path) -> Any:
         raise UsageError(msg) from None
     faults = isinstance(raw, dict) and raw.get("schema") == "bytegate.faults"
     return read(path, FaultsEvidence if faults else EquivEvidence)
+
+
+@dataclass(frozen=True)
+class LoopEvidence:
+    """``loop.json``: vLLM's own loop, with and without a pack, against a dense reference.
+
+    Attributes
+    ----------
+    pack : the pack under test, by name or ``module:function``.
+    patches : ``module:function`` values that changed vLLM before the run.
+    untouched : whether vLLM's loop and what it calls were the wheel's own (``kvroute.untouched``).
+    stand_ins : what replaced a thing that the device lacks.
+    worst_share : the largest share of its bound against the reference that any result used.
+
+    """
+
+    __pydantic_config__ = _STRICT
+    verdict: str
+    exit_code: int
+    pack: str
+    patches: list[str]
+    profile: str
+    device: str
+    seed: int
+    lanes: list[Lane]
+    untouched: dict[str, Any]
+    stand_ins: list[str]
+    worst_share: float
+    not_covered: list[str]
+    distribution: str
+    environment: dict[str, Any]
+    started: str
+    seconds: float
+    command: str
+    schema: str = "bytegate.loop"
+    schema_version: int = SCHEMA_VERSION
+    validated: bool = field(default=False)

@@ -18,7 +18,7 @@ from equiv.result import FINDINGS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from equiv.evidence import Candidate, EquivEvidence, FaultsEvidence, Finding, Lane, LedgerUse
+    from equiv.evidence import Candidate, EquivEvidence, FaultsEvidence, Finding, Lane, LedgerUse, LoopEvidence
 
 _ILLEGAL = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -58,6 +58,17 @@ def of_equiv(made: EquivEvidence) -> str:
         kind = "failure" if gone else ""
         tests.append(_Test(f"{made.pair}.stock", "ledger", 0.0, kind, "gone", "; ".join(gone)))
     return _xml(f"bytegate equiv {made.pair} on {made.device}", made, tests)
+
+
+def of_loop(made: LoopEvidence) -> str:
+    """Return a loop run's test cases: each lane, and whether the loop was vLLM's own."""
+    required = made.exit_code == ExitCode.INVALID
+    tests = [_lane("loop", x, required=required) for x in made.lanes]
+    problems = made.untouched.get("problems", [])
+    kind = "failure" if problems and not made.patches else ""
+    text = "\n".join(problems)
+    tests.append(_Test("loop", "untouched", 0.0, kind, "changed", f"{len(problems)} changes", text))
+    return _xml(f"bytegate loop on {made.device}", made, tests)
 
 
 def of_faults(made: FaultsEvidence) -> str:
@@ -143,12 +154,12 @@ def _legal(words: dict[str, str]) -> dict[str, str]:
     return {name: legal(value) for name, value in words.items()}
 
 
-def _xml(title: str, made: EquivEvidence | FaultsEvidence, tests: list[_Test]) -> str:
+def _xml(title: str, made: EquivEvidence | FaultsEvidence | LoopEvidence, tests: list[_Test]) -> str:
     if made.exit_code != ExitCode.PASS and not any(t.kind in {"failure", "error"} for t in tests):
         message = f"{made.verdict}, exit code {made.exit_code}"
         tests = [
             *tests,
-            _Test(f"{made.pair}.verdict", "verdict", 0.0, "error", made.verdict, message),
+            _Test(f"{getattr(made, 'pair', 'loop')}.verdict", "verdict", 0.0, "error", made.verdict, message),
         ]
     whole = {"name": title, "time": f"{made.seconds:.3f}"}
     root = ET.Element("testsuites", _legal({**whole, **_counts(tests)}))

@@ -1,0 +1,245 @@
+"""``bytegate loop`` and ``bytegate loop repro``: choose, run, judge, write the evidence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from equiv import environment, evidence
+from equiv.errors import BytegateError, ExitCode, UsageError
+from equiv.loop import campaign, case, lanes
+from equiv.loop.run import FINDINGS, run
+from equiv.profiles import default_name, profile_of, seed_of
+
+
+class LoopUnavailable(BytegateError):
+    """The loop layer can't run on this machine: NOT COVERED, exit 4."""
+
+    exit_code = ExitCode.INVALID
+
+
+@dataclass(frozen=True)
+class LoopRequest:
+    """What was asked for on the command line; None where the default was left."""
+
+    pack: str = "fused"
+    patches: tuple[str, ...] = ()
+    lanes: tuple[str, ...] = ()
+    profile: str | None = None
+    device: str | None = None
+    seed: int | None = None
+    out: Path = Path("out/loop")
+    command: str = "bytegate loop"
+
+
+DISTRIBUTION = (
+    "hypothesis's draws: D in {2, 3, 4, 8}, page in {16, 32, 64}, interleave in {1, 2, 16, page/2, "
+    "page}, 1 to 16 heads, workspaces of 1 to 4 alignments, 1 to 6 requests of 1 to 7 query tokens "
+    "with contexts at edges (up to 2.5 workspaces) or anywhere up to 1.5; latents and queries "
+    "normal. The bound speaks of this distribution alone"
+)
+
+
+def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]:
+    """Make this process able to run the loop; the device, and the stand-ins that it needed.
+
+    Raises
+    ------
+    LoopUnavailable
+        Without a vLLM that this suite knows.
+    UsageError
+        For a device or patch that can't be used.
+
+    """
+    from equiv.run import find_device
+    from kvroute.errors import RouteError, UnknownVLLM
+    from kvroute.settings import resolve
+
+    found = find_device(device)
+    import torch
+
+    torch.set_num_threads(1)
+    # The reference's bound takes sums of products to accumulate in float32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        stand_ins = _stand_ins(found)
+        for patch in patches:
+            resolve(patch)()
+    except UnknownVLLM as error:
+        raise LoopUnavailable(f"the loop layer can't run here: {error}") from None
+    except RouteError as error:
+        raise UsageError(f"--patch: {error}") from None
+    return found, stand_ins
+
+
+def _stand_ins(device: str) -> list[str]:
+    from kvroute import cpu
+    from kvroute.fingerprint import distribution
+
+    distribution()  # says in one line that there is no vLLM, or two
+    return cpu.apply_loop() if device == "cpu" else []
+
+
+def load_pack(name: str, device: str) -> tuple[Callable[..., Any], bool]:
+    """Return a pack, and whether it takes heads of other sizes than 128 + 64 and 128.
+
+    Raises
+    ------
+    UsageError
+        When it can't be imported.
+
+    """
+    from kvroute import packs
+    from kvroute.errors import RouteError
+    from kvroute.settings import resolve
+
+    if name == "fused":
+        return packs.fused_pack(device.partition(":")[0])[1], device == "cpu"
+    try:
+        return resolve(name), False
+    except RouteError as error:
+        raise UsageError(f"--pack: {error}; or leave it out for the fused one") from None
+
+
+def run_loop(
+    request: LoopRequest,
+    progress: campaign.Progress = campaign.silent,
+) -> evidence.LoopEvidence:
+    """Run the loop layer, and write ``loop.json`` and ``loop.xml`` to ``request.out``.
+
+    Raises
+    ------
+    UsageError
+        Something that was asked for can't be used.
+    LoopUnavailable
+        There is no vLLM here that the suite knows.
+
+    """
+    started, start = datetime.now(UTC), time.monotonic()
+    for lane in request.lanes:
+        if lane not in lanes.LANES:
+            raise UsageError(f"unknown lane {lane!r}: expected one of {', '.join(lanes.LANES)}")
+        if lane in lanes.CPU_ONLY and (request.device or "cpu") != "cpu":
+            raise UsageError(f"lane {lane!r} runs on the CPU alone: leave --device out")
+    profile = profile_of(request.profile or default_name())
+    evidence.check_folder(request.out)
+    device, stand_ins = prepare(request.device, request.patches)
+    pack, any_dims = load_pack(request.pack, device)
+    options = campaign.Options(
+        pack=pack,
+        name=request.pack,
+        device=device,
+        profile=profile,
+        seed=seed_of(profile, request.seed),
+        lanes=tuple(request.lanes) or default_lanes(device),
+        patches=request.patches,
+        any_dims=any_dims,
+    )
+    done, worst = campaign.run_lanes(options, progress)
+    from kvroute.untouched import inspect_worker
+
+    untouched = inspect_worker().to_json()
+    verdict, code = judge(done, untouched, request.patches)
+    made = evidence.LoopEvidence(
+        verdict=verdict,
+        exit_code=int(code),
+        pack=request.pack,
+        patches=list(request.patches),
+        profile=profile.name,
+        device=device,
+        seed=options.seed,
+        lanes=done,
+        untouched=untouched,
+        stand_ins=stand_ins,
+        worst_share=worst,
+        not_covered=not_covered(done, device),
+        distribution=DISTRIBUTION,
+        environment=environment.collect(device, None),
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(time.monotonic() - start, 3),
+        command=request.command,
+    )
+    from equiv import junit
+
+    evidence.write(request.out / "loop.json", made)
+    evidence.write_text(request.out / "loop.xml", junit.of_loop(made))
+    return made
+
+
+def default_lanes(device: str) -> tuple[str, ...]:
+    """Return the lanes that a device runs."""
+    left_out = () if device == "cpu" else lanes.CPU_ONLY
+    return tuple(lane for lane in lanes.LANES if lane not in left_out)
+
+
+def judge(
+    done: Sequence[evidence.Lane],
+    untouched: dict[str, Any],
+    patches: Sequence[str],
+) -> tuple[str, ExitCode]:
+    """Return the verdict and exit code of the lanes.
+
+    A loop that somebody changed, without having been asked to by ``--patch``, is not vLLM's:
+    INVALID, whatever its lanes say.
+    """
+    if not untouched["untouched"] and not patches:
+        return "INVALID", ExitCode.INVALID
+    if any(lane.state == "failed" for lane in done):
+        return "FAIL", ExitCode.FAIL
+    if not done or any(lane.state == "not covered" for lane in done):
+        return "NOT COVERED", ExitCode.INVALID
+    return "PASS", ExitCode.PASS
+
+
+def not_covered(done: Sequence[evidence.Lane], device: str) -> list[str]:
+    """Name what this run didn't reach."""
+    lines = [f"{lane.lane}: {m}" for lane in done for m in (*lane.missing, *lane.left_out)]
+    left = [lane for lane in lanes.LANES if lane not in {x.lane for x in done}]
+    if left:
+        lines.append(f"lanes not run: {', '.join(left)}")
+    if device == "cpu":
+        lines.append("no GPU: vLLM's CUDA gathers and merge, its fused ops, and NCCL")
+    return lines
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """One case's result in lines."""
+
+    lines: list[str]
+    exit_code: ExitCode
+
+
+def repro(line: str, patches: Sequence[str] = ()) -> Reproduced:
+    """Run one case again and tell everything about it.
+
+    Raises
+    ------
+    UsageError
+        The case can't be read, or something that it names can't be had.
+    LoopUnavailable
+        There is no vLLM here that the suite knows.
+
+    """
+    one = case.parse(line)
+    device, stand_ins = prepare(one.device, patches)
+    pack, _ = load_pack(one.pack, device)
+    result = run(one, pack)
+    batch = ", ".join(f"{query} + {context}" for query, context in one.requests)
+    lines = [
+        f"case      {one}",
+        f"batch     {batch} (query + context tokens)",
+        f"plan      {result.chunks} context chunks; {', '.join(result.kinds) or 'none made'}",
+        f"result    {result.status}: {FINDINGS.get(result.status, 'as claimed')}",
+    ]
+    lines += [f"detail    {result.detail}"] if result.detail else []
+    lines += [f"raised in {result.raised_in}"] if result.raised_in else []
+    lines += [f"bound     {result.worst:.3f} of it used"] if result.worst else []
+    lines += [f"hashes    inputs {result.input_hash}, outputs {result.output_hash}"]
+    lines += [f"stand-ins {', '.join(stand_ins)}"] if stand_ins else []
+    return Reproduced(lines, ExitCode.FAIL if result.failed else ExitCode.PASS)

@@ -1,0 +1,272 @@
+"""Run the lanes of the loop: enumerated cases, hypothesis's draws, shrinking, least counts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from hypothesis import find
+from hypothesis.errors import Flaky, NoSuchExample
+
+from equiv import evidence
+from equiv.loop import lanes, shrink
+from equiv.loop.case import LoopCase
+from equiv.loop.run import EQUAL, REFUSED, Result, run
+from equiv.profiles import Profile, settings_of
+
+MAX_SIGNATURES = 4
+"""Different findings after which a lane stops."""
+SAMPLES = 12
+"""Cases recorded with their hashes, for each lane."""
+
+Progress = Callable[[str, str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a campaign runs, and how much.
+
+    Attributes
+    ----------
+    pack : the callable under test; ``name`` is its spec, ``any_dims`` whether it takes small heads
+        and float32, as the CPU's own does.
+    patches : specs, for the repro command.
+    first_only : stop at the first finding.
+
+    """
+
+    pack: Callable[..., Any]
+    name: str
+    device: str
+    profile: Profile
+    seed: int
+    lanes: tuple[str, ...] = lanes.LANES
+    patches: tuple[str, ...] = ()
+    any_dims: bool = True
+    first_only: bool = False
+    draws: int | None = None
+    shrink: bool = True
+
+
+class LaneRun:
+    """One lane, while it runs."""
+
+    def __init__(self, plan: lanes.Plan, options: Options, progress: Progress) -> None:
+        self.plan = plan
+        self.options = options
+        self.progress = progress
+        self.statuses: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.ranges: dict[str, tuple[int, int]] = {}
+        self.tokens: list[int] = []
+        self.chunks = self.bytes = self.enumerated = self.drawn = 0
+        self.worst = 0.0
+        self.samples: list[evidence.Sample] = []
+        self.found: dict[tuple[str, str], evidence.Finding] = {}
+        self.occurrences: Counter[tuple[str, str]] = Counter()
+        self.missing: list[str] = []
+        self.start = time.monotonic()
+        default = plan.draws.get(options.profile.name, 0)
+        self.draws = 0 if plan.drawn is None else options.draws or default
+        self._random = Random(options.seed)
+
+    def go(self) -> evidence.Lane:
+        """Run the lane and return what it did."""
+        for case in self.plan.explicit:
+            self._case(case, drawn=False)
+            if self._enough():
+                break
+        if not self._enough():
+            self._draw()
+        return self._report()
+
+    def _case(self, case: LoopCase, *, drawn: bool) -> Result:
+        result = run(case, self.options.pack)
+        if drawn:
+            self.drawn += 1
+        else:
+            self.enumerated += 1
+        self.statuses[result.status] += 1
+        self.kinds.update(result.kinds)
+        self.tokens.append(sum(case.contexts))
+        self.chunks += result.chunks
+        self.bytes += result.bytes_compared
+        self.worst = max(self.worst, result.worst)
+        measured = {
+            "ranks": case.ranks,
+            "heads": case.heads,
+            "interleave": case.interleave,
+            "page": case.page,
+            "workspace": case.workspace,
+            "requests": len(case.requests),
+            "context": sum(case.contexts),
+            "chunks": result.chunks,
+        }
+        for name, value in measured.items():
+            low, high = self.ranges.get(name, (value, value))
+            self.ranges[name] = (min(low, value), max(high, value))
+        if result.failed:
+            self.occurrences[result.signature] += 1
+            if result.signature not in self.found:
+                self._finding(case, result)
+        elif result.input_hash:
+            self._sample(case, result)
+        done = self.enumerated + self.drawn
+        if done % 16 == 0:
+            total = len(self.plan.explicit) + self.draws
+            self.progress(self.options.name, self.plan.lane, done, max(total, done))
+        return result
+
+    def _draw(self) -> None:
+        if self.plan.drawn is None or not self.draws:
+            return
+        end = time.monotonic() + self.options.profile.lane_seconds
+
+        def see(case: LoopCase) -> bool:
+            if self.drawn < self.draws and time.monotonic() < end and not self._enough():
+                self._case(case, drawn=True)
+            return False  # nothing ends the draw: shrinking is ours, the case's own steps
+
+        with contextlib.suppress(NoSuchExample, Flaky):
+            find(
+                self.plan.drawn,
+                see,
+                settings=settings_of(self.options.profile, self.draws),
+                random=Random(self.options.seed),
+            )
+
+    def _enough(self) -> bool:
+        return len(self.found) >= (1 if self.options.first_only else MAX_SIGNATURES)
+
+    def _finding(self, case: LoopCase, result: Result) -> None:
+        after = self.enumerated + self.drawn
+        best, best_result = case, result
+        if self.options.shrink:
+            results = {str(case): result}
+
+            def fails(trial: LoopCase) -> bool:
+                again = run(trial, self.options.pack)
+                results[str(trial)] = again
+                return again.failed and again.signature == result.signature
+
+            best = shrink.smallest(case, fails, self.options.profile.shrink_seconds)
+            best_result = results[str(best)]
+        self.found[result.signature] = evidence.Finding(
+            lane=self.plan.lane,
+            kind=best_result.status,
+            case=str(best),
+            found=str(case),
+            after_cases=after,
+            detail=best_result.detail,
+            voices="",
+            raised_in=best_result.raised_in,
+            repro=repro_command(best, self.options.patches),
+            occurrences=0,
+            set_elements=None,
+        )
+
+    def _sample(self, case: LoopCase, result: Result) -> None:
+        sample = evidence.Sample(str(case), result.status, result.input_hash, result.output_hash)
+        if len(self.samples) < SAMPLES:
+            self.samples.append(sample)
+            return
+        at = self._random.randrange(self.enumerated + self.drawn)
+        if at < SAMPLES:
+            self.samples[at] = sample
+
+    def _report(self) -> evidence.Lane:
+        missing = list(self.missing)
+        if not self.found:
+            missing += [
+                f"{kind}: {self.kinds[kind]} of {least} cases"
+                for kind, least in self.plan.least.items()
+                if self.kinds[kind] < least
+            ]
+        state = "failed" if self.found else "not covered" if missing else "passed"
+        checked = self.statuses[EQUAL]
+        return evidence.Lane(
+            lane=self.plan.lane,
+            state=state,
+            cases=self.enumerated + self.drawn,
+            enumerated=self.enumerated,
+            drawn=self.drawn,
+            equal=checked,
+            refused=self.statuses[REFUSED],
+            declared=0,
+            undefined=0,
+            oracle_checked=checked,
+            guarded=self.enumerated + self.drawn,
+            bytes_compared=self.bytes,
+            seconds=round(time.monotonic() - self.start, 3),
+            kinds=dict(sorted(self.kinds.items())),
+            least=dict(self.plan.least),
+            ranges=dict(self.ranges),
+            median_rows=int(statistics.median(self.tokens)) if self.tokens else 0,
+            layouts_differ={},
+            missing=missing,
+            left_out=list(self.plan.left_out),
+            bound=1 - 0.05 ** (1 / self.drawn) if self.drawn and not self.found else None,
+            findings=[
+                dataclasses.replace(finding, occurrences=self.occurrences[signature])
+                for signature, finding in self.found.items()
+            ],
+            samples=self.samples,
+        )
+
+
+def repro_command(case: LoopCase, patches: tuple[str, ...]) -> str:
+    """Return the one command that repeats a case."""
+    words = ["bytegate", "loop", "repro", str(case)]
+    for patch in patches:
+        words += ["--patch", patch]
+    return shlex.join(words)
+
+
+def silent(candidate: str, lane: str, done: int, total: int) -> None:
+    """Report no progress."""
+    del candidate, lane, done, total
+
+
+def run_lanes(options: Options, progress: Progress = silent) -> tuple[list[evidence.Lane], float]:
+    """Run every lane.
+
+    Returns
+    -------
+    What each did, and the largest share of its bound that any result used.
+
+    """
+    base = LoopCase(
+        lane="",
+        ranks=2,
+        rank=0,
+        interleave=1,
+        page=16,
+        heads=1,
+        workspace=32,
+        requests=((1, 1),),
+        pack=options.name,
+        device=options.device,
+        dtype="fp32" if options.any_dims else "bf16",
+    )
+    found, worst = [], 0.0
+    dims = "small" if options.any_dims else "real"
+    for lane in options.lanes:
+        if lane in ("gloo", "engine"):
+            from equiv.loop import engine, gloo
+
+            found.append({"gloo": gloo.lane, "engine": engine.lane}[lane](options))
+            continue
+        one = LaneRun(lanes.plan(lane, base, dims=dims), options, progress)
+        found.append(one.go())
+        worst = max(worst, one.worst)
+        if found[-1].findings and options.first_only:
+            break
+    return found, worst

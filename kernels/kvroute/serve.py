@@ -1,0 +1,252 @@
+"""``bytegate serve``: a real vLLM server on a chosen route.
+
+On a machine without a GPU it serves the small model of ``kvroute.model`` with decode context
+parallelism on gloo; with a GPU it takes ``--model`` and vLLM's own arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvroute import model, settings
+from kvroute.errors import RouteError
+from kvroute.process import ServerProcess, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PLUGIN = "bytegate"
+"""Name of the entry point in the group ``vllm.general_plugins``."""
+EXTENSION = "kvroute.extension.RouteExtension"
+
+CPU_ENVIRONMENT = {
+    settings.CPU_DCP: "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # TP2 on one NUMA node has no cores to divide
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # a compile in the log-prob code: 9 s of the first request
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Environment of a CPU server, unless the caller's own has the variable."""
+
+CPU_ARGUMENTS = {
+    "--attention-backend": "CPU_MLA",  # where AMX exists vLLM would take a backend without DCP
+    "--max-model-len": "9216",
+    "--max-num-batched-tokens": "512",
+    "--max-num-seqs": "8",
+    "--kv-cache-memory-bytes": "128M",
+    "--dtype": "bfloat16",
+    "--skip-tokenizer-init": "",
+}
+"""Arguments of a CPU server, unless the caller gives the same one."""
+
+BOTH_ARGUMENTS = {
+    "--generation-config": "vllm",
+    "--no-enable-prefix-caching": "",
+    "--enforce-eager": "",
+    "--enable-logging-iteration-details": "",
+    "--enable-prompt-tokens-details": "",
+}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``bytegate serve`` was asked for.
+
+    Attributes
+    ----------
+    route : ``stock``, ``fused``, ``both``, ``fault:ID`` or ``module:function``; ``None`` leaves
+        vLLM as it is.
+    tp, dcp : tensor and decode context parallelism.
+    model : folder or name; ``None``: the small model (CPU only).
+    workspace : rows of the chunked-prefill workspace, or ``None``.
+    patches : ``module:function`` values, called once in every process.
+    host, port : where to listen; port 0 takes a free one.
+    evidence : folder for the ranks' evidence files, or ``None``.
+    extra : arguments for vLLM, passed on as they are.
+
+    """
+
+    route: str | None = "stock"
+    tp: int = 2
+    dcp: int = 2
+    model: str | None = None
+    workspace: int | None = None
+    patches: Sequence[str] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    evidence: Path | None = None
+    extra: Sequence[str] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command with its environment and address."""
+
+    command: list[str]
+    environment: dict[str, str]
+    url: str
+
+
+def plan(options: ServeOptions, environ: Mapping[str, str], device: str) -> Launch:
+    """Turn options into a command, without starting anything.
+
+    Raises
+    ------
+    RouteError
+        For a route or size that can't work, or where the plugin isn't installed.
+
+    """
+    _check(options, environ, device)
+    port = options.port or free_port(options.host)
+    environment = {**dict(environ), "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    for name in settings.VARIABLES:
+        environment.pop(name, None)
+    wanted = {
+        settings.ROUTE: options.route,
+        settings.PATCH: ",".join(options.patches),
+        settings.WORKSPACE: str(options.workspace) if options.workspace else None,
+        settings.EVIDENCE: str(options.evidence.resolve()) if options.evidence else None,
+    }
+    environment.update({name: value for name, value in wanted.items() if value})
+    defaults = dict(BOTH_ARGUMENTS)
+    served = options.model
+    if device == "cpu":
+        environment = {**CPU_ENVIRONMENT, **environment}
+        defaults.update(CPU_ARGUMENTS)
+        served = served or str(model.make(model.default_folder()))
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(served), "--host", options.host, "--port", str(port)),
+        *("--tensor-parallel-size", str(options.tp)),
+        *("--decode-context-parallel-size", str(options.dcp)),
+        *("--worker-extension-cls", EXTENSION),
+        *_defaults(defaults, options.extra),
+        *options.extra,
+    ]
+    return Launch(command, environment, f"http://{options.host}:{port}")
+
+
+def start(
+    options: ServeOptions,
+    *,
+    device: str | None = None,
+    log: Path | None = None,
+) -> ServerProcess:
+    """Start a server and return at once; ``wait_healthy`` says when it is up.
+
+    Raises
+    ------
+    RouteError
+        See ``plan``.
+
+    """
+    launch = plan(options, os.environ, device or detect_device())
+    scratch: Path | None = None
+    if "PROMETHEUS_MULTIPROC_DIR" not in launch.environment:
+        # Every server needs a folder of its own, or it counts another's workers.
+        scratch = Path(tempfile.mkdtemp(prefix="bytegate-metrics-"))
+        launch.environment["PROMETHEUS_MULTIPROC_DIR"] = str(scratch)
+    return ServerProcess(launch.command, launch.environment, launch.url, log, scratch)
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve in the foreground until the server ends or a signal comes; the exit code."""
+    server = start(options)
+    sys.stdout.write(f"bytegate: route {options.route or 'as vLLM has it'} at {server.url}\n")
+    sys.stdout.flush()
+    return server.run()
+
+
+def detect_device() -> str:
+    """``"cuda"`` where torch sees a GPU, else ``"cpu"``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parse(arguments: Sequence[str]) -> ServeOptions:
+    """Read the command line; what isn't ours is vLLM's."""
+    parser = argparse.ArgumentParser(prog="bytegate serve", allow_abbrev=False)
+    routes = "stock, fused, both, fault:ID or module:function"
+    parser.add_argument("--route", default="stock", help=routes)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--dcp", type=int, default=2)
+    parser.add_argument("--model", help="default on a CPU: a small random model")
+    parser.add_argument("--workspace", type=int, help="rows of the chunked-prefill workspace")
+    parser.add_argument("--patch", action="append", default=[], help="module:function")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--evidence", type=Path, help="folder for the ranks' evidence")
+    own, extra = parser.parse_known_args(arguments)
+    return ServeOptions(
+        route=own.route,
+        tp=own.tp,
+        dcp=own.dcp,
+        model=own.model,
+        workspace=own.workspace,
+        patches=tuple(own.patch),
+        host=own.host,
+        port=own.port,
+        evidence=own.evidence,
+        extra=tuple(argument for argument in extra if argument != "--"),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m kvroute.serve``."""
+    try:
+        return serve(parse(sys.argv[1:] if arguments is None else arguments))
+    except RouteError as error:
+        sys.stderr.write(f"bytegate: {error}\n")
+        return 2
+
+
+def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> None:
+    if options.route is not None:
+        settings.check_route(options.route)
+        if options.route.startswith("fault:"):
+            from kvroute import faults
+
+            faults.known(options.route.removeprefix("fault:"))
+        elif ":" in options.route:
+            settings.resolve(options.route)
+    for patch in options.patches:
+        settings.resolve(patch)
+    if options.tp < 1 or options.dcp < 1 or options.tp % options.dcp:
+        raise RouteError(
+            f"tp={options.tp}, dcp={options.dcp}: dcp must divide tp, and both be positive",
+        )
+    if options.workspace is not None and options.workspace < 1:
+        raise RouteError(f"workspace={options.workspace}: expected a positive number of rows")
+    if device != "cpu" and options.model is None:
+        raise RouteError("--model is missing: the small model is for machines without a GPU")
+    names = {p.name for p in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    allowed = environ.get("VLLM_PLUGINS")
+    if PLUGIN not in names or (allowed is not None and PLUGIN not in allowed.split(",")):
+        raise RouteError(
+            f"vLLM would not load the plugin {PLUGIN!r}: install this project beside vLLM, and "
+            "name it in VLLM_PLUGINS where that is set",
+        )
+
+
+def _defaults(defaults: Mapping[str, str], extra: Sequence[str]) -> list[str]:
+    given = {argument.partition("=")[0] for argument in extra}
+    found = []
+    for name, value in defaults.items():
+        opposite = "--" + name.removeprefix("--no-") if name.startswith("--no-") else None
+        if name in given or opposite in given:
+            continue
+        found += [name, value] if value else [name]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""vLLM's loop, through the public functions of the loop layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+torch = pytest.importorskip("torch")
+
+from equiv import evidence  # noqa: E402
+from equiv.errors import ExitCode, UsageError  # noqa: E402
+from equiv.loop import api, campaign, faults, harmless, lanes, payload, reference, world  # noqa: E402
+from equiv.loop.case import LoopCase  # noqa: E402
+from equiv.loop.run import pack_keyword, run  # noqa: E402
+from equiv.profiles import profile_of  # noqa: E402
+from kvroute.faults.loop_faults import EDITS  # noqa: E402
+from kvroute.packs import cat_pack  # noqa: E402
+
+MIXED = LoopCase("ragged", 2, 1, 1, 16, 2, 96, ((3, 545), (1, 0), (2, 3), (5, 0)), seed=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ready() -> None:
+    api.prepare("cpu", ())
+
+
+VARIANTS = [
+    {},
+    {"dtype": "bf16"},
+    {"dtype": "fp16", "ranks": 3, "rank": 2},
+    {"ranks": 8, "rank": 3, "interleave": 16, "workspace": 256},
+    {"cache": "fp8", "k_scale": "3.7"},
+    {"dtype": "bf16", "cache": "fp8", "fp8": 1, "k_scale": "0.07"},
+    {"dtype": "bf16", "fp8": 1, "proj": "fp8"},
+    {"dims": "real", "heads": 12, "dtype": "bf16"},
+]
+
+
+@pytest.mark.parametrize("change", VARIANTS)
+def test_the_pack_changes_nothing_and_the_loop_agrees_with_dense_attention(
+    change: dict[str, Any],
+) -> None:
+    case = MIXED.with_(**change)
+    result = run(case, cat_pack)
+    assert (result.status, result.detail) == ("equal", "")
+    assert 0 < result.worst < 1
+    assert "no context" in result.kinds
+
+
+@pytest.mark.parametrize("change", VARIANTS)
+def test_without_a_pack_the_loop_gives_what_the_stock_statements_give(
+    change: dict[str, Any],
+) -> None:
+    """Passing None, and passing the stock statements as a pack, are the same bytes."""
+    case = MIXED.with_(**change)
+    made = world.build(case, payload.make(case))
+
+    def stock(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+        nope = kv_nope.shape[-1] // 2
+        if use_fp8:
+            kv_nope, k_pe = kv_nope.to(torch.float8_e4m3fn), k_pe.to(torch.float8_e4m3fn)
+        k_nope, v = kv_nope.split([nope, nope], dim=-1)
+        return made.impl._concat_k_nope_k_pe(k_nope, k_pe), v
+
+    results = []
+    for keyword, pack in ((None, None), (pack_keyword(), None), (pack_keyword(), stock)):
+        made.poison()
+        results.append(made.call(keyword, pack))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+def test_a_pack_gets_the_uncast_projection_and_its_results_reach_the_backend() -> None:
+    case = MIXED.with_(dtype="bf16", fp8=1)
+    contents = payload.make(case)
+    made = world.build(case, contents)
+    seen = []
+
+    def pack(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+        k, v = cat_pack(kv_nope, k_pe, use_fp8)
+        seen.append((kv_nope, k_pe, use_fp8, k, v))
+        return k, v
+
+    made.poison()
+    made.call(pack_keyword(), pack)
+    assert len(seen) == len(made.metadata[0].prefill.chunked_context.chunks)
+    for (kv_nope, k_pe, use_fp8, k, v), (at_k, at_v) in zip(seen, made.backend.seen, strict=True):
+        assert kv_nope.dtype == k_pe.dtype == torch.bfloat16
+        assert use_fp8 is True
+        assert k is at_k
+        assert v is at_v
+    # The first chunk holds the first request's rows, gathered from both ranks, in rank order.
+    first = seen[0][1].shape[0]
+    rows = contents.values[:first, 32:]
+    assert torch.equal(seen[0][1].squeeze(1), torch.cat((rows[0::2], rows[1::2])))
+
+
+def wrong_row(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+    k, v = cat_pack(kv_nope, k_pe, use_fp8)
+    k[-1, -1, -1] += 1
+    return k, v
+
+
+def raises(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+    raise RuntimeError("no such shape")
+
+
+def changes_the_projection(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+    k, v = cat_pack(kv_nope, k_pe, use_fp8)
+    v[0] = 0
+    return k, v
+
+
+@pytest.mark.parametrize(
+    ("pack", "status"),
+    [(wrong_row, "divergence"), (raises, "raised"), (changes_the_projection, "divergence")],
+)
+def test_a_wrong_pack_is_found(pack: Any, status: str) -> None:
+    assert run(MIXED, pack).status == status
+
+
+def test_a_vllm_that_plans_nothing_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.attention import mla_attention as mla
+
+    monkeypatch.setattr(mla, "build_mla_chunked_context_metadata", lambda **_: None)
+    assert run(MIXED, cat_pack).status == "raised"
+    assert run(MIXED.with_(pad=8), cat_pack).status == "raised"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("token_offset += num_tokens", "token_offset -= num_tokens"),
+        ("local_token_offset += num_local_tokens", "local_token_offset -= num_local_tokens"),
+        ("max_query_len=max(query_lens)", "max_query_len=min(query_lens)"),
+        ("max_seq_len=max(plan.seq_lens)", "max_seq_len=max(plan.seq_lens) + 1"),
+        ("query_start_loc[plan.request_start + 1],", "query_start_loc[plan.request_end],"),
+        (
+            "for length in query_lens)\n            and all(",
+            "for length in query_lens)\n            and not all(",
+        ),
+    ],
+)
+def test_a_field_that_the_cpu_does_not_read_is_checked_all_the_same(old: str, new: str) -> None:
+    from kvroute.faults.edit import Edit
+
+    module = "vllm.model_executor.layers.attention.mla_attention"
+    undo = Edit("M", module, "build_mla_chunked_context_metadata", old, new).plant()
+    try:
+        found = [run(case, cat_pack) for case in lanes.plan("edges", MIXED, dims="small").explicit]
+    finally:
+        undo()
+    assert any(result.failed for result in found)
+    assert not any(result.status == "divergence" for result in found)
+
+
+def test_one_context_row_is_enough_to_be_outside_the_bound() -> None:
+    """The bound isn't so wide that a lost row of 545 hides in it, in float32."""
+    contents = payload.make(MIXED)
+    scale = (16 + 8) ** -0.5
+    whole = reference.dense(MIXED, contents, 7, scale)
+    fewer = payload.Payload(
+        torch.cat((contents.latents[:544], contents.latents[545:])),
+        torch.cat((contents.values[:544], contents.values[545:])),
+        torch.cat((contents.projected[:544], contents.projected[545:])),
+        contents.query,
+        contents.weight,
+    )
+    less = reference.dense(
+        MIXED.with_(requests=((3, 544), (1, 0), (2, 3), (5, 0))), fewer, 7, scale
+    )
+    assert ((whole.lse - less.lse).abs()[:, :3] > whole.lse_bound[:, :3]).any()
+
+
+@pytest.mark.parametrize("number", sorted(EDITS))
+def test_a_planted_fault_is_caught_and_its_twin_is_not(number: str) -> None:
+    options = campaign.Options(
+        pack=cat_pack,
+        name="fused",
+        device="cpu",
+        profile=profile_of("dev"),
+        seed=0,
+        lanes=faults.LANES,
+        first_only=True,
+        draws=100,
+        shrink=False,
+    )
+    undo = EDITS[number].plant()
+    try:
+        done, _ = campaign.run_lanes(options)
+    finally:
+        undo()
+    (finding,) = [f for lane in done for f in lane.findings]
+    assert finding.kind != "raised" or finding.raised_in.startswith("vllm.")
+    undo = EDITS[number].plant(clean=True)
+    try:
+        again = run(campaign_case(finding.case), cat_pack)
+    finally:
+        undo()
+    assert not again.failed
+
+
+def campaign_case(line: str) -> LoopCase:
+    from equiv.loop.case import parse
+
+    return parse(line)
+
+
+@pytest.mark.parametrize("name", sorted(harmless.CHANGES))
+def test_a_harmless_change_is_not_flagged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harmless, "CASES", 25)
+    options = campaign.Options(cat_pack, "fused", "cpu", profile_of("dev"), 0)
+    count, problems = harmless.CHANGES[name](options)
+    assert problems == []
+    assert count >= 25
+
+
+def test_a_run_leaves_evidence_that_reads_back(tmp_path: Path) -> None:
+    made = api.run_loop(api.LoopRequest(lanes=("edges",), out=tmp_path, device="cpu"))
+    assert (made.verdict, made.exit_code) == ("PASS", 0)
+    (lane,) = made.lanes
+    assert all(lane.kinds.get(kind, 0) >= least for kind, least in lane.least.items())
+    assert made.untouched["untouched"]
+    pytest.importorskip("pydantic")
+    assert evidence.read(tmp_path / "loop.json", evidence.LoopEvidence).lanes[0].cases == lane.cases
+
+
+def test_a_lane_below_its_least_count_is_not_covered() -> None:
+    options = campaign.Options(
+        cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("ragged",), draws=3
+    )
+    (lane,), _ = campaign.run_lanes(options)
+    assert lane.state == "not covered"
+    untouched = {"untouched": True}
+    assert api.judge([lane], untouched, ()) == ("NOT COVERED", ExitCode.INVALID)
+    assert api.judge([], untouched, ()) == ("NOT COVERED", ExitCode.INVALID)
+    assert api.judge([lane], {"untouched": False}, ())[0] == "INVALID"
+
+
+def test_a_repro_tells_the_case_again() -> None:
+    line = str(MIXED.with_(pack="fused"))
+    done = api.repro(line)
+    assert done.exit_code == ExitCode.PASS
+    assert done.lines[0].endswith(line)
+    assert any(text.startswith("result    equal") for text in done.lines)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        api.LoopRequest(lanes=("nonsense",)),
+        api.LoopRequest(pack="no.such:pack"),
+        api.LoopRequest(patches=("no.such:patch",)),
+        api.LoopRequest(profile="fast"),
+        api.LoopRequest(device="tpu"),
+    ],
+)
+def test_bad_input_is_one_line(request_: api.LoopRequest, tmp_path: Path) -> None:
+    import dataclasses
+
+    with pytest.raises(UsageError, match=r"\A[^\n]+\Z"):
+        api.run_loop(dataclasses.replace(request_, out=tmp_path))
+
+
+def test_real_ranks_give_the_served_bytes() -> None:
+    options = campaign.Options(cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("gloo",))
+    (lane,), _ = campaign.run_lanes(options)
+    assert (lane.state, lane.findings, lane.missing) == ("passed", [], [])
+    assert lane.equal == lane.cases > 0
+
+
+def test_real_ranks_find_a_gather_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    real = dist.all_gather_into_tensor
+
+    def reversed_ranks(output: Any, local: Any, group: Any = None) -> Any:
+        done = real(output, local, group=group)
+        output.copy_(torch.cat(output.split(local.shape[0])[::-1]))
+        return done
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", reversed_ranks)
+    options = campaign.Options(cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("gloo",))
+    (lane,), _ = campaign.run_lanes(options)
+    assert lane.state == "failed"
+    assert "other bytes than served ones" in lane.findings[0].detail
+
+
+def test_batches_through_the_real_engine_run_both_ways_with_equal_bytes() -> None:
+    from equiv.loop import engine
+
+    ranks = engine.launch(3, 5, "both")
+    assert engine._problem(ranks) == ""
+    for found in ranks:
+        tally = found["tally"]
+        assert tally["compared"] == tally["calls"] > 0
+        assert sum(tally["packs"].values()) == tally["chunks"] > tally["calls"]
+
+
+def test_the_engine_lane_tells_unequal_bytes_and_other_tokens() -> None:
+    from equiv.loop import engine
+
+    def rank(unequal: int, tokens: list[int]) -> dict[str, Any]:
+        return {"tally": {"unequal": unequal, "compared": 9}, "tokens": tokens}
+
+    assert engine._problem([rank(0, [1]), rank(0, [1])]) == ""
+    assert "2 of 9 loop calls" in engine._problem([rank(0, [1]), rank(2, [1])])
+    assert "other tokens" in engine._problem([rank(0, [1]), rank(0, [2])])
+
+
+def test_evidence_that_contradicts_itself_is_not_written(tmp_path: Path) -> None:
+    import dataclasses
+
+    from equiv.errors import BytegateError
+
+    made = api.run_loop(api.LoopRequest(lanes=("strides",), out=tmp_path, device="cpu"))
+    for lie in (
+        {"verdict": "PASS", "exit_code": 1},
+        {"untouched": {"untouched": False}},
+        {"lanes": [dataclasses.replace(made.lanes[0], state="not covered")]},
+        {"lanes": [dataclasses.replace(made.lanes[0], cases=made.lanes[0].cases + 1)]},
+    ):
+        with pytest.raises(BytegateError, match="contradicts itself"):
+            evidence.write(tmp_path / "loop.json", dataclasses.replace(made, **lie))
+
+
+def test_every_lane_has_least_counts() -> None:
+    base = LoopCase("x", 2, 0, 1, 16, 1, 32, ((1, 1),))
+    for lane in lanes.LANES[:-2]:
+        assert lanes.plan(lane, base, dims="small").least

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from texts import fetch as fetching
-from texts.cache import folder, read_part
 from texts.errors import TextError
-from texts.manifest import Text, builtin
 
 texts_app = typer.Typer(
     rich_markup_mode=None, help="The texts that ppl reads: list them, fetch them."
@@ -21,10 +19,18 @@ EVERY_S = 1.0
 """Seconds between two lines of progress."""
 
 
-def _state(text: Text) -> str:
-    archive = builtin().archive_of(text)
+def _module(name: str) -> Any:
+    """Import a module of this room that needs more than a GPU host has."""
     try:
-        there = all(read_part(archive, p) is not None for p in text.part)
+        return importlib.import_module(f"texts.{name}")
+    except ModuleNotFoundError as e:
+        raise TextError(f"this needs {e.name}: pip install 'bytegate[ppl]'") from None
+
+
+def _state(text: Any) -> str:
+    archive = _module("manifest").builtin().archive_of(text)
+    try:
+        there = all(_module("cache").read_part(archive, p) is not None for p in text.part)
     except TextError:
         return "damaged"
     return "cached" if there else "not cached"
@@ -40,7 +46,8 @@ def texts(context: typer.Context) -> None:
 @texts_app.command(name="list")
 def list_texts() -> None:
     """List the built-in texts, and which of them are cached."""
-    manifest = builtin()
+    manifest = _module("manifest").builtin()
+    place = _module("cache").folder()
     rows = [("text", "state", "from", "language", "genre", "title")]
     for t in manifest.text:
         a = manifest.archive_of(t)
@@ -51,7 +58,7 @@ def list_texts() -> None:
     for row in rows:
         cells = (f"{c:<{w}}" for c, w in zip(row, widths, strict=True))
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
-    sys.stdout.write(f"cache: {folder()}\n")
+    sys.stdout.write(f"cache: {place}\n")
 
 
 @texts_app.command()
@@ -70,7 +77,7 @@ def fetch(
 
 
 def _fetch(names: tuple[str, ...], *, more: bool, without_broken: bool) -> None:
-    manifest = builtin()
+    manifest = _module("manifest").builtin()
     chosen = manifest.choose(names) if names else (manifest.text if more else manifest.default())
     last = 0.0
 
@@ -80,6 +87,8 @@ def _fetch(names: tuple[str, ...], *, more: bool, without_broken: bool) -> None:
             last = time.monotonic()
             sys.stderr.write(f"{what}: {had / 1e6:.1f} of {whole / 1e6:.1f} MB\n")
 
+    fetching = _module("fetch")
+    place = _module("cache").folder()
     done = fetching.fetch(manifest, chosen, without_broken=without_broken, report=report)
     left_out = dict(done.left_out)
     for text in chosen:
@@ -89,4 +98,4 @@ def _fetch(names: tuple[str, ...], *, more: bool, without_broken: bool) -> None:
         characters = len(fetching.load(manifest, text))
         sys.stdout.write(f"{text.id}: {characters:,} characters, {text.title}\n")
     without = f", WITHOUT {', '.join(left_out)}" if left_out else ""
-    sys.stdout.write(f"{len(done.there)} of {len(chosen)} texts in {folder()}{without}\n")
+    sys.stdout.write(f"{len(done.there)} of {len(chosen)} texts in {place}{without}\n")

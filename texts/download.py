@@ -74,6 +74,7 @@ def archive(c: httpx2.Client, address: str, wanted: Archive, path: Path, report:
 
     """
     part = path.with_name(f"{path.name}.part")
+    continued = part.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         here = local_path(address)
@@ -88,6 +89,9 @@ def archive(c: httpx2.Client, address: str, wanted: Archive, path: Path, report:
         found = file_sha256(part)
         if found != wanted.sha256:
             part.unlink()
+            if continued and here is None:  # what was left may be of another file: once more, whole
+                archive(c, address, wanted, path, report)
+                return
             raise DigestError(
                 f"archive {wanted.file} from {shown(address)}",
                 expected=wanted.sha256,

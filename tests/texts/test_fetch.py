@@ -199,3 +199,14 @@ def test_a_refusal_names_its_status(tmp_path: Path, status: int) -> None:
         pytest.raises(TextError, match=f"HTTP {status}"),
     ):
         download.archive(c, "https://x.example/p", wanted, tmp_path / "p", lambda *_: None)
+
+
+def test_rubble_of_another_file_is_fetched_over(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 2000
+    wanted = manifest_of(data, "p.tgz").archive[0]
+    (tmp_path / "p.tgz.part").write_bytes(b"rubble")
+    server = Server(data, ranges=True, fails=0)
+    with httpx2.Client(transport=httpx2.MockTransport(server)) as c:
+        download.archive(c, "https://x.example/p", wanted, tmp_path / "p.tgz", lambda *_: None)
+    assert (tmp_path / "p.tgz").read_bytes() == data
+    assert server.served == ["bytes=6-", ""]

@@ -318,7 +318,7 @@ def _build(session: nox.Session, lock: IO[str]) -> None:
         session.log(f"no {TORCH} where pip looks: trying PyTorch's own index")
         _set_up(session, lock, *pip, "install", "--index-url", TORCH_INDEX, TORCH)
     groups = [word for group in GROUPS for word in ("--group", group)]
-    project = ("--editable", ".[report,triton]", *groups)
+    project = ("--editable", ".[report,triton,ppl]", *groups)
     _set_up(session, lock, *pip, "install", TORCH, TRITON, *project)
     fresh = STAMP.with_suffix(".new")
     fresh.write_text(json.dumps(_wanted()), encoding="utf-8")

@@ -23,7 +23,7 @@ import typer
 from hypothesis import find
 from hypothesis.errors import NoSuchExample
 
-from equiv import cli
+from equiv.command import run_app
 from equiv.errors import UsageError
 from equiv.lanes import Lanes, Target
 from equiv.pairs import add_checkout_paths, load_pair
@@ -199,7 +199,7 @@ def loop(
 def main() -> None:
     """Run the benchmark command line; errors are one line, as everywhere."""
     add_checkout_paths()
-    sys.exit(cli.run_app(app, sys.argv[1:], "bench"))
+    sys.exit(run_app(app, sys.argv[1:], "bench"))
 
 
 if __name__ == "__main__":

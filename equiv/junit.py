@@ -18,7 +18,15 @@ from equiv.result import FINDINGS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from equiv.evidence import Candidate, EquivEvidence, FaultsEvidence, Finding, Lane, LedgerUse, LoopEvidence
+    from equiv.evidence import (
+        Candidate,
+        EquivEvidence,
+        FaultsEvidence,
+        Finding,
+        Lane,
+        LedgerUse,
+        LoopEvidence,
+    )
 
 _ILLEGAL = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -154,12 +162,21 @@ def _legal(words: dict[str, str]) -> dict[str, str]:
     return {name: legal(value) for name, value in words.items()}
 
 
-def _xml(title: str, made: EquivEvidence | FaultsEvidence | LoopEvidence, tests: list[_Test]) -> str:
+def _xml(
+    title: str, made: EquivEvidence | FaultsEvidence | LoopEvidence, tests: list[_Test]
+) -> str:
     if made.exit_code != ExitCode.PASS and not any(t.kind in {"failure", "error"} for t in tests):
         message = f"{made.verdict}, exit code {made.exit_code}"
         tests = [
             *tests,
-            _Test(f"{getattr(made, 'pair', 'loop')}.verdict", "verdict", 0.0, "error", made.verdict, message),
+            _Test(
+                f"{getattr(made, 'pair', 'loop')}.verdict",
+                "verdict",
+                0.0,
+                "error",
+                made.verdict,
+                message,
+            ),
         ]
     whole = {"name": title, "time": f"{made.seconds:.3f}"}
     root = ET.Element("testsuites", _legal({**whole, **_counts(tests)}))

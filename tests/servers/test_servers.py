@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
+
+pytest.importorskip("vllm")
+psutil = pytest.importorskip("psutil")
 
 from kvroute import model, probe
 from kvroute.chunks import Layout, predict

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("vllm")
+
 FLOAT32 = ("--dtype", "float32")
 
 ARRANGEMENTS = {

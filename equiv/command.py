@@ -1,0 +1,53 @@
+"""Running a command line: every error is one line on standard error, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from equiv.errors import BytegateError, ExitCode
+
+CLICK_ERROR: type[Any] = typer.BadParameter.__mro__[2]
+"""``ClickException``, the root of bad usage: of click, or of the copy that newer typer carries."""
+
+INTERRUPTED = 130
+"""What a shell makes of a command that Ctrl-C ended: 128 + SIGINT."""
+
+
+def run_app(  # noqa: PLR0911 - an exit code each
+    application: typer.Typer, arguments: list[str], name: str
+) -> int:
+    """Run a command line and return its exit code; every error is one line on standard error."""
+    try:
+        code = application(args=arguments, prog_name=name, standalone_mode=False)
+    except BytegateError as e:
+        return _say(str(e), e.exit_code)
+    except typer.Exit as e:
+        return int(e.exit_code)
+    except CLICK_ERROR as e:
+        return _say(e.format_message(), ExitCode.USAGE)
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        if os.environ.get("BYTEGATE_TRACEBACK"):
+            raise
+        text = " ".join(str(e).split())[:300]
+        return _say(
+            f"internal error: {type(e).__name__}: {text}; set BYTEGATE_TRACEBACK=1 to see where, "
+            "and report it",
+            ExitCode.INVALID,
+        )
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code and no words
+        return _say("interrupted; nothing was written", INTERRUPTED)
+    return int(code) if isinstance(code, int) else 0
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(f"bytegate: {' '.join(text.split())}\n")
+    return int(code)

@@ -1,0 +1,1 @@
+"""The server layer: what requests cross, stored log-probabilities, comparison, verdict."""

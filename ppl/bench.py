@@ -1,0 +1,88 @@
+"""What a comparison costs: ``python -m ppl.bench [TOKENS]`` stores results, then compares them.
+
+TOKENS, 10,000,000 by default, is the sum over all runs and texts: ten texts, both arms launched
+twice. Time and memory are of the comparison, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ppl.simulate import RUNS, base
+from ppl.store import Key, Store
+
+TOKENS = 10_000_000
+TEXTS = 10
+MOST_S = 15.0
+MOST_BYTES = 2_000_000_000
+"""Of the comparison, on two cores."""
+
+
+def fill(folder: Path, tokens: int) -> None:
+    """Store results: launches differ by noise, so that nothing is settled by identity."""
+    store = Store(folder)
+    rows = tokens // (TEXTS * len(RUNS))
+    rng = np.random.default_rng(0)
+    for text in range(TEXTS):
+        values = base(text, rows)
+        for arm, launch, repeat in RUNS:
+            noise = rng.standard_normal(rows, dtype=np.float32) * np.float32(1e-5)
+            key = Key(
+                text=f"text{text}",
+                ids_sha256="0" * 64,
+                tokens=rows + 1,
+                model="simulated",
+                arguments=(),
+                route=arm,
+                versions={},
+            )
+            store.put(
+                np.minimum(values + noise, 0),
+                key=key,
+                arm=arm,
+                launch=launch,
+                repeat=repeat,
+                exposed_from=rows // 2,
+                budget=rows // 2,
+            )
+
+
+def timed(folder: Path) -> tuple[float, int, str]:
+    """Compare in this process: seconds, greatest resident bytes, verdict."""
+    began = time.perf_counter()
+    from ppl import judge, report
+
+    made = judge.compare_stored([folder])
+    report.blocks(made)
+    seconds = time.perf_counter() - began
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, made.verdict
+
+
+def main(words: list[str]) -> int:
+    """Store, compare in another process, print; 1 where it took too long or too much."""
+    if words[:1] == ["--compare"]:
+        sys.stdout.write(" ".join(str(x) for x in timed(Path(words[1]))) + "\n")
+        return 0
+    tokens = int(words[0]) if words else TOKENS
+    with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder), tokens)
+        command = [sys.executable, "-m", "ppl.bench", "--compare", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - ours
+    took, most, word = done.stdout.split()
+    seconds, held = float(took), int(most)
+    sys.stdout.write(
+        f"{tokens:,} stored tokens compared, tested and reported in {seconds:.2f} s (at "
+        f"most {MOST_S:.0f}), {held / 1e9:.2f} GB (at most {MOST_BYTES / 1e9:.0f}): {word}\n"
+    )
+    return int(seconds > MOST_S or held > MOST_BYTES)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""Comparing stored results: identity first, then the numbers that statistics need."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppl.evidence import Identity, LargestDifference, Stratum, TextResult
+from ppl.stats import ArrayF8
+from ppl.store import Floats, Record
+
+SHIFT_SHARE = 0.5
+"""Rows shifted by one that fit at least twice as well as they stand are a shifted response."""
+
+Run = tuple[str, int, int]
+Load = Callable[[Record], Floats]
+
+
+def ulp_distance(a: Floats, b: Floats) -> NDArray[np.int64]:
+    """Return how many float32 values lie between each pair, as int64; +0 and -0 are 0 apart."""
+    ordered = []
+    for x in (a, b):
+        bits = x.view(np.int32).astype(np.int64)
+        ordered.append(np.where(bits < 0, -(bits & 0x7FFFFFFF), bits))
+    apart: NDArray[np.int64] = np.abs(ordered[0] - ordered[1])
+    return apart
+
+
+def ulp_histogram(a: Floats, b: Floats) -> dict[str, int]:
+    """Count tokens by ULP distance: equal, then by powers of two, ``"4-7"``.
+
+    Signed zeros are 0 ULPs apart and yet not bit-equal: they count as ``"signed zero"``.
+    """
+    differ = a.view(np.uint32) != b.view(np.uint32)
+    counts = {"0": int(len(a) - differ.sum())}
+    distance = ulp_distance(a[differ], b[differ])
+    zeros = int((distance == 0).sum())
+    if zeros:
+        counts["signed zero"] = zeros
+    if len(distance) > zeros:
+        powers = np.bincount(np.frexp(distance[distance > 0].astype(np.float64))[1] - 1)
+        for power, count in enumerate(powers.tolist()):
+            if count:
+                low, high = 2**power, 2 ** (power + 1) - 1
+                counts[str(low) if low == high else f"{low}-{high}"] = count
+    return counts
+
+
+def shifted(a: Floats, b: Floats) -> bool:
+    """Whether b fits a better after a shift by one row, either way."""
+    if len(a) < 3:  # noqa: PLR2004 - nothing to shift
+        return False
+    here = float(np.abs(a - b).mean(dtype=np.float64))
+    later = float(np.abs(a[1:] - b[:-1]).mean(dtype=np.float64))
+    earlier = float(np.abs(a[:-1] - b[1:]).mean(dtype=np.float64))
+    return min(later, earlier) < SHIFT_SHARE * here
+
+
+def stratum(d: ArrayF8) -> Stratum:
+    """Summarise d, in nats, of one stratum of a text."""
+    if not len(d):
+        return Stratum(tokens=0, differing=0, mean_nats=None, mean_abs_nats=None)
+    return Stratum(
+        tokens=len(d),
+        differing=int(np.count_nonzero(d)),
+        mean_nats=float(d.mean()),
+        mean_abs_nats=float(np.abs(d).mean()),
+    )
+
+
+def cut_distance(row: int, budget: int, rows: int) -> int | None:
+    """Return the rows from a row to the nearest cut of the scheduler's; None without cuts."""
+    if rows <= budget:
+        return None
+    last = (rows - 1) // budget * budget
+    below = row // budget * budget
+    near = [c for c in (below, below + budget) if 0 < c <= last]
+    return min(abs(row - c) for c in near or [budget])
+
+
+def largest(text: str, d: ArrayF8, record: Record) -> LargestDifference | None:
+    """Return the place of the largest |d| of a text; None where nothing differs."""
+    row = int(np.abs(d).argmax())
+    if d[row] == 0:
+        return None
+    return LargestDifference(
+        text=text,
+        row=row,
+        d_nats=float(d[row]),
+        rows_to_chunk_cut=cut_distance(row, record.budget, record.rows),
+        exposed=row >= record.exposed_from,
+    )
+
+
+@dataclass
+class Compared:
+    """One text's results.
+
+    Attributes
+    ----------
+    means, controls : of each run, the mean log-probability of exposed and of unexposed tokens, in
+        nats; NaN where there are none.
+    distances : of each pair of runs, the mean exposed |d|, in nats.
+    unequal : runs with a token that isn't bit-equal to the first stock run's.
+
+    """
+
+    result: TextResult
+    means: dict[Run, float] = field(default_factory=dict)
+    controls: dict[Run, float] = field(default_factory=dict)
+    distances: dict[frozenset[Run], float] = field(default_factory=dict)
+    unequal: list[Run] = field(default_factory=list)
+    shifted: list[Run] = field(default_factory=list)
+
+
+def compare_text(records: Sequence[Record], load: Load) -> Compared:
+    """Compare the runs of one text with each other; only this text's arrays are held.
+
+    Parameters
+    ----------
+    records : of one text, at least one of each arm.
+    load : returns the array of a record.
+
+    """
+    ordered = sorted(records, key=lambda r: (r.arm != "stock", r.launch, r.repeat))
+    values = {r.run: load(r) for r in ordered}
+    first = ordered[0]
+    other = next(r for r in ordered if r.arm == "fused")
+    a, b = values[first.run], values[other.run]
+    d = b.astype(np.float64) - a
+    exposed = first.exposed_from
+    differing = int(np.count_nonzero(a.view(np.uint32) != b.view(np.uint32)))
+    unequal = [
+        r.run
+        for r in ordered[1:]
+        if not np.array_equal(values[r.run].view(np.uint32), a.view(np.uint32))
+    ]
+    means = {run: _mean(v[exposed:]) for run, v in values.items()}
+    controls = {run: _mean(v[:exposed]) for run, v in values.items()}
+    distances = {}
+    for x, y in itertools.combinations(values, 2):
+        gap = np.abs(values[x][exposed:].astype(np.float64) - values[y][exposed:])
+        distances[frozenset((x, y))] = float(gap.mean()) if len(gap) else math.nan
+    result = TextResult(
+        text=first.key.text,
+        rows=first.rows,
+        exposed=stratum(d[exposed:]),
+        unexposed=stratum(d[:exposed]),
+        stock_nll_nats=-float(a.mean(dtype=np.float64)),
+        fused_nll_nats=-float(b.mean(dtype=np.float64)),
+        stock_perplexity=math.exp(-float(a.mean(dtype=np.float64))),
+        fused_perplexity=math.exp(-float(b.mean(dtype=np.float64))),
+        bit_identical=not unequal,
+        differing=differing,
+        largest=largest(first.key.text, d, first),
+        ulp=ulp_histogram(a, b),
+    )
+    wrong = [r for r in unequal if shifted(a, values[r])]
+    return Compared(result, means, controls, distances, unequal, wrong)
+
+
+def _mean(values: Floats) -> float:
+    """Return the mean in float64, pairwise; NaN of nothing."""
+    return float(values.mean(dtype=np.float64)) if len(values) else math.nan
+
+
+def identity(texts: Sequence[TextResult]) -> Identity:
+    """Sum up identity over texts, for the first run of each arm."""
+    histogram: dict[str, int] = {}
+    for t in texts:
+        for name, count in t.ulp.items():
+            histogram[name] = histogram.get(name, 0) + count
+    places = [t.largest for t in texts if t.largest is not None]
+    return Identity(
+        texts=len(texts),
+        identical_texts=sum(t.bit_identical for t in texts),
+        tokens=sum(t.rows for t in texts),
+        identical_tokens=sum(t.rows - t.differing for t in texts),
+        exposed_tokens=sum(t.exposed.tokens for t in texts),
+        largest=max(places, key=lambda p: abs(p.d_nats), default=None),
+        ulp=histogram,
+    )

@@ -1,0 +1,213 @@
+"""From folders of stored results to a verdict and its evidence, without a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ppl import compare, stats, validity, verdict
+from ppl.compare import Compared, Run
+from ppl.errors import PplError
+from ppl.evidence import PplEvidence, Statistics, digest
+from ppl.store import Record, Store
+
+ONE_IN_A_MILLION = 1e-6
+
+
+def gather(folders: Sequence[Path]) -> dict[tuple[str, Run], tuple[Store, Record]]:
+    """Return the results in folders.
+
+    Raises
+    ------
+    PplError : a folder without results, a damaged record, or two of the same run.
+
+    """
+    found: dict[tuple[str, Run], tuple[Store, Record]] = {}
+    for folder in folders:
+        store = Store(folder)
+        records = list(store.records())
+        if not records:
+            raise PplError(
+                f"{folder} holds no stored results; give the --out of a bytegate ppl run"
+            )
+        for r in records:
+            place = (r.key.text, r.run)
+            if place in found:
+                raise PplError(
+                    f"text {r.key.text}, {r.arm} launch {r.launch} repeat {r.repeat} is stored in "
+                    f"{found[place][0].folder} and in {folder}; give folders that don't overlap"
+                )
+            found[place] = (store, r)
+    return found
+
+
+def compare_stored(
+    folders: Sequence[Path], *, claim: verdict.Claim = "identical", margin: float | None = None
+) -> PplEvidence:
+    """Compare what is stored in folders.
+
+    Parameters
+    ----------
+    folders : one or more; together they hold both arms.
+    claim : stated before looking.
+    margin : in nats; ``verdict.default_margin`` where it is None.
+
+    Raises
+    ------
+    PplError : what is stored can't be read, or the margin isn't positive.
+
+    """
+    if margin is not None and not 0 < margin < math.inf:
+        raise PplError(f"margin {margin}: expected a positive number of nats")
+    found = gather(folders)
+    records = [r for _, r in found.values()]
+    return judge(
+        records, lambda r: found[r.key.text, r.run][0].values(r), claim=claim, margin=margin
+    )
+
+
+def judge(
+    records: Sequence[Record], load: compare.Load, *, claim: verdict.Claim, margin: float | None
+) -> PplEvidence:
+    """Compare results wherever they are held; ``load`` returns the array of a record."""
+    invalid = list(validity.amiss(records))
+    done: list[Compared] = []
+    if not invalid:
+        for text, mine in validity.by_text(records).items():
+            made = compare.compare_text(mine, load)
+            invalid += [
+                f"text {text}: {arm} launch {launch} repeat {repeat} is shifted by one token"
+                for arm, launch, repeat in made.shifted
+            ]
+            done.append(made)
+    runs = sorted({r.run for r in records}, key=lambda r: (r[0] != "stock", *r[1:]))
+    statistics = _statistics(done, runs, margin) if done else None
+    decided = verdict.decide(
+        claim=claim,
+        invalid=tuple(invalid),
+        identical=bool(done) and not any(c.unequal for c in done),
+        test=statistics.exposed if statistics else None,
+        noise=statistics.noise if statistics else None,
+        launches=statistics.between_launch_error_nats if statistics else None,
+    )
+    results = [c.result for c in done]
+    return PplEvidence(
+        verdict=decided.word,
+        exit_code=decided.exit_code,
+        decided=decided,
+        claim=claim,
+        margin_nats=statistics.exposed.margin if statistics else margin,
+        margin_stated=margin is not None,
+        runs=runs,
+        identity=compare.identity(results) if results else None,
+        pooled_perplexity=_pooled(done),
+        statistics=statistics,
+        texts=results,
+        not_covered=validity.not_covered(records),
+        warnings=_warnings(records, done),
+        inputs_sha256=digest([r.array_sha256 for r in records]),
+    )
+
+
+def _warnings(records: Sequence[Record], done: Sequence[Compared]) -> list[str]:
+    warnings = []
+    if not any(r.launch > 1 for r in records):
+        warnings.append("no server was launched again: there is no noise floor")
+    touched = {c.result.text: c.result.unexposed.differing for c in done}
+    if any(touched.values()):
+        names = ", ".join(name for name, n in touched.items() if n)
+        warnings.append(
+            f"{sum(touched.values()):,} unexposed tokens differ between the arms, which the route "
+            f"can't touch: {names}"
+        )
+    return warnings
+
+
+def _pooled(done: Sequence[Compared]) -> dict[str, float]:
+    rows = sum(c.result.rows for c in done)
+    if not rows:
+        return {}
+    return {
+        "stock": math.exp(math.fsum(c.result.stock_nll_nats * c.result.rows for c in done) / rows),
+        "fused": math.exp(math.fsum(c.result.fused_nll_nats * c.result.rows for c in done) / rows),
+    }
+
+
+def _launches(runs: Sequence[Run]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys((arm, launch) for arm, launch, _ in runs))
+
+
+def _by_launch(means: dict[Run, float]) -> dict[tuple[str, int], float]:
+    """Average repeats: launches of several repeats count once."""
+    made = {}
+    for key in _launches(list(means)):
+        mine = [m for run, m in means.items() if run[:2] == key]
+        made[key] = math.fsum(mine) / len(mine)
+    return made
+
+
+def _difference(means: dict[Run, float]) -> float:
+    """Return fused minus stock, each the mean over its launches."""
+    launches = _by_launch(means)
+    sides = [[m for (arm, _), m in launches.items() if arm == a] for a in ("fused", "stock")]
+    fused, stock = (math.fsum(x) / len(x) for x in sides)
+    return fused - stock
+
+
+def _statistics(done: Sequence[Compared], runs: Sequence[Run], margin: float | None) -> Statistics:
+    means = [_difference(c.means) for c in done]
+    controls = [_difference(c.controls) for c in done if c.result.unexposed.tokens]
+    launches = _launches(runs)
+    levels = [_by_launch(c.means) for c in done]
+    whole = {k: math.fsum(x[k] for x in levels) / len(levels) for k in launches}
+    error = stats.launch_error(
+        [[whole[k] for k in launches if k[0] == arm] for arm in ("stock", "fused")]
+    )
+    chosen = verdict.default_margin(error[0] if error else None) if margin is None else margin
+    exposed = stats.tost(means, chosen)
+    contrast = None
+    zero = {"exposed": stats.sign_flip(means)}
+    if len(controls) == len(means):
+        apart = [m - c for m, c in zip(means, controls, strict=True)]
+        contrast = stats.tost(apart, chosen)
+        zero["contrast"] = stats.sign_flip(apart)
+    left = stats.leave_one_out(means, chosen)
+    equal = not any(c.unequal for c in done)
+    return Statistics(
+        exposed=exposed,
+        margin_percent=100 * math.expm1(chosen),
+        contrast=contrast,
+        p_zero=zero["exposed"],
+        p_zero_holm=dict(zip(zero, stats.holm(list(zero.values())), strict=True)),
+        bootstrap_95=stats.bootstrap(means),
+        detectable_nats=stats.detectable_shift(means),
+        leave_one_out={
+            c.result.text: (t.mean, t.low, t.high) for c, t in zip(done, left, strict=False)
+        },
+        noise=stats.noise(_launch_distances(done, launches), [a == "fused" for a, _ in launches]),
+        between_launch_error_nats=error,
+        token_rate_bound=stats.rate_bound(sum(c.result.exposed.tokens for c in done))
+        if equal
+        else None,
+        text_rate_bound=stats.rate_bound(len(done)) if equal else None,
+        tokens_to_see_one_in_a_million=stats.draws_to_see(ONE_IN_A_MILLION),
+    )
+
+
+def _launch_distances(
+    done: Sequence[Compared], launches: Sequence[tuple[str, int]]
+) -> stats.ArrayF8:
+    """Average the distances between runs over texts, and over the runs of two launches."""
+    n = len(launches)
+    sums, counts = np.zeros((n, n)), np.zeros((n, n))
+    place = {k: i for i, k in enumerate(launches)}
+    for c in done:
+        for pair, distance in c.distances.items():
+            (i, j) = sorted(place[run[:2]] for run in pair)
+            sums[i, j] += distance
+            counts[i, j] += 1
+    upper = np.divide(sums, counts, out=np.zeros((n, n)), where=counts > 0)
+    return np.asarray(np.triu(upper, 1) + np.triu(upper, 1).T)

@@ -1,0 +1,117 @@
+"""Whether stored results are entitled to be compared: everything amiss, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ppl.store import Record
+
+
+def by_text(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Group records by text, in the order of names."""
+    grouped: dict[str, list[Record]] = {}
+    for r in sorted(records, key=lambda r: (r.key.text, r.arm != "stock", r.launch, r.repeat)):
+        grouped.setdefault(r.key.text, []).append(r)
+    return grouped
+
+
+def amiss(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return what makes a comparison of these results invalid; empty where nothing does."""
+    if not records:
+        return ("no results are stored: there is nothing to compare",)
+    wrong: list[str] = []
+    grouped = by_text(records)
+    runs = {r.run for r in records}
+    wrong += [
+        f"no run of {arm} is stored"
+        for arm in ("stock", "fused")
+        if not any(r.arm == arm for r in records)
+    ]
+    for text, mine in grouped.items():
+        lacking = sorted(runs - {r.run for r in mine})
+        if lacking:
+            names = ", ".join(_name(run) for run in lacking)
+            wrong.append(f"text {text}: no result of {names}")
+        wrong += [
+            f"text {text}: {what} differs between runs"
+            for what, values in (
+                ("ids", {r.key.ids_sha256 for r in mine}),
+                ("length", {r.rows for r in mine}),
+                ("plan", {(r.exposed_from, r.budget) for r in mine}),
+            )
+            if len(values) > 1
+        ]
+        if mine[0].exposed_from >= mine[0].rows:
+            wrong.append(f"text {text} never reaches the path under test")
+    return (*wrong, *_configurations(records), *_routes(records), *_observed(records))
+
+
+def _name(run: tuple[str, int, int]) -> str:
+    return f"{run[0]} launch {run[1]} repeat {run[2]}"
+
+
+def _configurations(records: Sequence[Record]) -> list[str]:
+    wrong = []
+    for what in ("model", "arguments", "versions"):
+        found = {str(getattr(r.key, what)): r for r in records}
+        if len(found) > 1:
+            one, other = list(found.values())[:2]
+            wrong.append(
+                f"{what} differ: {_name(one.run)} of {one.key.text} and {_name(other.run)} of "
+                f"{other.key.text}"
+            )
+    return wrong
+
+
+def _routes(records: Sequence[Record]) -> list[str]:
+    routes = {arm: {r.key.route for r in records if r.arm == arm} for arm in ("stock", "fused")}
+    wrong = [
+        f"the {arm} arm ran several routes: {', '.join(sorted(names))}"
+        for arm, names in routes.items()
+        if len(names) > 1
+    ]
+    both = routes["stock"] & routes["fused"]
+    if both:
+        wrong.append(f"both arms were asked for the same route, {min(both)}")
+    return wrong
+
+
+def _observed(records: Sequence[Record]) -> list[str]:
+    wrong = []
+    for r in records:
+        who = f"text {r.key.text}, {_name(r.run)}"
+        seen = r.observed
+        if seen.route is not None and seen.route != r.key.route:
+            wrong.append(f"{who}: ran the route {seen.route}, asked for {r.key.route}")
+        if seen.cached_tokens:
+            wrong.append(f"{who}: {seen.cached_tokens:,} tokens came from a prefix cache")
+        if seen.preemptions:
+            wrong.append(f"{who}: preempted {seen.preemptions} times")
+        if seen.scheduler_chunks is not None:
+            tokens = r.key.tokens
+            planned = tuple(min(r.budget, tokens - at) for at in range(0, tokens, r.budget))
+            if seen.scheduler_chunks != planned:
+                wrong.append(
+                    f"{who}: scheduler chunks {_list(seen.scheduler_chunks)}, planned "
+                    f"{_list(planned)}"
+                )
+    return wrong
+
+
+def _list(values: Sequence[int]) -> str:
+    shown = ", ".join(str(v) for v in values[:8])
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"  # noqa: PLR2004 - of a line
+
+
+def not_covered(records: Sequence[Record]) -> list[str]:
+    """Return the self-checks that no record has facts for."""
+    return [
+        f"{what}: observed for {there} of {len(records)} results"
+        for what, name in (
+            ("which route ran", "route"),
+            ("scheduler chunks", "scheduler_chunks"),
+            ("cached tokens", "cached_tokens"),
+            ("preemptions", "preemptions"),
+        )
+        if (there := sum(getattr(r.observed, name) is not None for r in records)) < len(records)
+    ]

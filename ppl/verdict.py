@@ -1,0 +1,123 @@
+"""The ladder from a comparison to one word and an exit code."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+from scipy import stats
+
+from equiv.errors import ExitCode
+from ppl.stats import Noise, Tost
+
+Claim = Literal["identical", "equivalent"]
+Word = Literal["INVALID", "IDENTICAL", "WITHIN_NOISE", "EQUIVALENT", "INCONCLUSIVE", "DIFFERENT"]
+
+LEAST_MARGIN = 1e-4
+"""Nats; 0.01 % of perplexity."""
+NOISE_MARGINS = 3.0
+"""Standard errors between launches that a default margin spans."""
+MOST_MARGIN = 1e-3
+"""A default margin grows with the servers' own noise, but no further than this."""
+LAUNCH_LEVEL = 1e-4
+"""Chance at which launches alone may look like a difference beyond the margin, two-sided.
+
+Two launches an arm leave two degrees of freedom, so a difference must exceed the margin by 100 of
+its standard errors between launches: short of that, launch the servers more often."""
+
+_EXIT: dict[str, tuple[ExitCode, ExitCode]] = {
+    "INVALID": (ExitCode.INVALID, ExitCode.INVALID),
+    "IDENTICAL": (ExitCode.PASS, ExitCode.PASS),
+    "WITHIN_NOISE": (ExitCode.PASS, ExitCode.PASS),
+    "EQUIVALENT": (ExitCode.FAIL, ExitCode.PASS),
+    "INCONCLUSIVE": (ExitCode.INCONCLUSIVE, ExitCode.INCONCLUSIVE),
+    "DIFFERENT": (ExitCode.FAIL, ExitCode.FAIL),
+}
+
+
+class Verdict(BaseModel):
+    """One word, why, and the exit code under the claim that was stated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    word: Word
+    claim: Claim
+    exit_code: int
+    reasons: tuple[str, ...]
+
+
+def exit_code(word: Word, claim: Claim) -> int:
+    """Return the exit code of a verdict under a claim."""
+    return int(_EXIT[word][claim == "equivalent"])
+
+
+def default_margin(between_launches: float | None) -> float:
+    """Return the margin in nats: max(1e-4, 3 standard errors between launches), at most 1e-3."""
+    return min(max(LEAST_MARGIN, NOISE_MARGINS * (between_launches or 0.0)), MOST_MARGIN)
+
+
+def decide(
+    *,
+    claim: Claim,
+    invalid: tuple[str, ...],
+    identical: bool,
+    test: Tost | None,
+    noise: Noise | None,
+    launches: tuple[float, int] | None,
+) -> Verdict:
+    """Go down the ladder.
+
+    Parameters
+    ----------
+    claim : stated before the run.
+    invalid : what was amiss; anything in it overrides the rest.
+    identical : whether every scored token of every run is bit-equal.
+    test : of the exposed text means; None where there are none.
+    noise : A/B against between-launch A/A; None without a relaunch.
+    launches : standard error between launches of the mean difference, and degrees of freedom.
+
+    """
+
+    def made(word: Word, *reasons: str) -> Verdict:
+        return Verdict(word=word, claim=claim, exit_code=exit_code(word, claim), reasons=reasons)
+
+    if invalid:
+        return made("INVALID", *invalid)
+    if test is None:
+        return made("INVALID", "no exposed token was scored: there is nothing to decide on")
+    if identical:
+        return made("IDENTICAL", "every scored token of every run is bit-equal")
+    word, *reasons = _by_interval(test, noise, launches, claim)
+    return made(word, *reasons)
+
+
+def _by_interval(
+    test: Tost, noise: Noise | None, launches: tuple[float, int] | None, claim: Claim
+) -> tuple[Word, *tuple[str, ...]]:
+    interval = f"the 90 % interval [{test.low:.3g}, {test.high:.3g}] nats"
+    margin = test.margin
+    if test.low > margin or test.high < -margin:
+        beyond = min(abs(test.low), abs(test.high)) - margin
+        explained = 0.0
+        if launches is not None and launches[0] > 0:
+            explained = float(stats.t.isf(LAUNCH_LEVEL / 2, launches[1])) * launches[0]
+        if beyond <= explained:
+            why = (
+                f"{interval} lies outside +-{margin:.3g}, but by less than launches alone can "
+                f"explain ({beyond:.3g} of {explained:.3g} nats): launch both servers more often"
+            )
+            return "INCONCLUSIVE", why
+        return "DIFFERENT", f"{interval} lies outside +-{margin:.3g}"
+    if not (-margin < test.low and test.high < margin):
+        return "INCONCLUSIVE", f"{interval} crosses +-{margin:.3g}: score more texts"
+    inside = f"{interval} lies inside +-{margin:.3g}"
+    if noise is None:
+        why = "neither noise nor identity can be claimed without a relaunch"
+        return ("EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"), inside, why
+    if noise.distinguishable:
+        return "EQUIVALENT", inside, "launches of one route agree with each other, the routes don't"
+    return (
+        "WITHIN_NOISE",
+        inside,
+        f"A/B isn't told apart from A/A between launches, p {noise.p:.2g}",
+    )

@@ -1,0 +1,123 @@
+"""``bytegate ppl compare`` on stored results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppl import bench, evidence
+from ppl.errors import PplError
+from ppl.simulate import RUNS, base
+from ppl.store import Key, Store
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ppl", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def fill(folder: Path, arm: str, shift: float = 0.0) -> Path:
+    store = Store(folder)
+    for text in range(10):
+        for which, launch, repeat in RUNS:
+            if which != arm:
+                continue
+            values = base(text)
+            values[100:] -= np.float32(shift)
+            key = Key(
+                text=f"text{text}",
+                ids_sha256="0" * 64,
+                tokens=401,
+                model="m",
+                arguments=(),
+                route=arm,
+                versions={},
+            )
+            store.put(
+                values, key=key, arm=arm, launch=launch, repeat=repeat, exposed_from=100, budget=100
+            )
+    return folder
+
+
+def test_two_folders_to_a_verdict(tmp_path: Path) -> None:
+    stock = fill(tmp_path / "a", "stock")
+    fused = fill(tmp_path / "b", "fused")
+    done = run("compare", str(stock), str(fused), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "bytegate ppl: IDENTICAL" in done.stdout
+    assert "4,000 of 4,000" in done.stdout
+    made = evidence.read(tmp_path / "out" / "ppl.json")
+    assert made.verdict == "IDENTICAL"
+    assert '"verdict": "IDENTICAL"' in (tmp_path / "out" / "ppl.json").read_text("utf-8")
+    assert (tmp_path / "out" / "ppl.md").read_text("utf-8").startswith("# bytegate ppl: IDENTICAL")
+
+
+def test_a_difference_exits_1_and_a_wide_margin_passes(tmp_path: Path) -> None:
+    fill(tmp_path, "stock")
+    fill(tmp_path, "fused", shift=3e-4)
+    words = ["compare", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert run(*words).returncode == 1
+    assert run(*words, "--claim", "equivalent", "--margin", "0.001").returncode == 0
+    assert run(*words, "--margin", "0.001").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("compare", "nowhere"), "nowhere holds no stored results"),
+        (("compare", ".", "--claim", "alike"), "claim 'alike': expected identical or equivalent"),
+        (("compare", ".", "--margin", "-1"), "margin -1.0: expected a positive number of nats"),
+        (("compare",), "Missing argument"),
+        (("compare", ".", "--margin", "wide"), "--margin"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(words: tuple[str, ...], says: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_folders_that_overlap(tmp_path: Path) -> None:
+    stock = fill(tmp_path / "a", "stock")
+    done = run("compare", str(stock), str(stock))
+    assert done.returncode == 2
+    assert "give folders that don't overlap" in done.stderr
+
+
+def test_evidence_that_was_edited_is_noticed(tmp_path: Path) -> None:
+    fill(tmp_path, "stock")
+    fill(tmp_path, "fused", shift=3e-4)
+    run("compare", str(tmp_path), "--out", str(tmp_path / "out"))
+    path = tmp_path / "out" / "ppl.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("DIFFERENT", "IDENTICAL"), encoding="utf-8")
+    with pytest.raises(PplError, match="contradicts itself"):
+        evidence.read(path)
+    path.write_text(text[:200], encoding="utf-8")
+    with pytest.raises(PplError, match="is damaged"):
+        evidence.read(path)
+
+
+def test_the_schema_is_exported() -> None:
+    done = run("schema")
+    assert done.returncode == 0
+    assert '"schema"' in done.stdout
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["100000"]) == 0
+    assert "100,000 stored tokens compared" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Long texts for the server layer: the manifest, fetching, cleaning, and cutting by tokens."""

@@ -190,7 +190,7 @@ def _as_items(pair: str, candidate: str, lines: list[str]) -> float:
 def loop(
     cases: Annotated[int, typer.Option(min=20, help="Drawn cases to time, for each D.")] = 300,
 ) -> None:
-    """Loop cases a second on one core, drawn by hypothesis, everything on (``equiv.loop.bench``)."""
+    """Loop cases a second on one core, drawn by hypothesis (``equiv.loop.bench``)."""
     from equiv.loop.bench import report
 
     sys.stdout.write(report(cases))

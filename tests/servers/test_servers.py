@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 psutil = pytest.importorskip("psutil")
 
-from kvroute import model, probe
-from kvroute.chunks import Layout, predict
-from kvroute.serve import ServeOptions
+from kvroute import model, probe  # noqa: E402 - vLLM decides first whether to go on
+from kvroute.chunks import Layout, predict  # noqa: E402
+from kvroute.serve import ServeOptions  # noqa: E402
 
 WORKSPACE = 1024
 BUDGET = 512

@@ -178,6 +178,16 @@ def test_shapes_stand_around_powers_of_two(lanes: Make) -> None:
     assert (4_097, 3) in tokens
 
 
+@pytest.mark.parametrize(("profile", "rows"), [("dev", 3), ("gate", 1_000)])
+def test_shapes_have_every_head_count(profile: str, rows: int, lanes: Make, pair: OpPair) -> None:
+    heads: dict[int, int] = {}
+    for case in lanes(profile).plan("shapes").explicit:
+        n = pair.rows(dict(case.point))
+        heads[int(case["H"])] = max(n, heads.get(int(case["H"]), 0))
+    assert set(heads) >= set(range(1, 129))
+    assert min(heads[h] for h in range(1, 129)) >= rows
+
+
 def test_shapes_of_production_are_run_or_left_out_by_name(lanes: Make, pair: OpPair) -> None:
     made = lanes("gate")
     plan = made.plan("shapes")

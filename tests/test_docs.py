@@ -292,6 +292,8 @@ def test_commands_parse() -> None:
             if words[2] != "equiv":
                 continue
             words = ["bytegate", "equiv", *words[4:]]
+        if words[1:2] == ["serve"]:  # its options are argparse's and vLLM's
+            continue
         if words[0] == "python":
             words = ["bytegate", *words[2:]]
         said = io.StringIO()

@@ -150,7 +150,9 @@ class Lanes:
         plan = Plan(lane)
         self.base = self.base.with_(lane=lane)
         PLANS[lane](self, plan)
-        plan.explicit = list(dict.fromkeys(plan.explicit))
+        # Small ones first: what fails then is small, and what time runs out for is the largest.
+        distinct = dict.fromkeys(plan.explicit)
+        plan.explicit = sorted(distinct, key=lambda c: self.pair.rows(dict(c.point)))
         self._trim(plan)
         return plan
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 DEV_SHAPES = 60
 """Enumerated shapes in the quick profile."""
 
+SMALL_VALUES = 130
+"""Every value of the first dimension up to this is enumerated: all tails of tiles up to 128."""
+
 MOST_VALUES = 256
 """Up to so many values of a dimension are enumerated, each with about ``VALUE_ROWS`` rows."""
 
@@ -150,11 +153,12 @@ def _grid(x: Lanes, point: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def _edges(x: Lanes, point: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """Yield the first dimension around powers of two: where tiles and narrow indices end."""
+    """Yield the first dimension small, and around powers of two: where tiles and indices end."""
     first, *others = x.pair.dims
     for width in (1, 3):
         fixed = {n: max(width, x.pair.dims[n].minimum) for n in others}
-        for t in (2**k + d for k in range(2, 17) for d in (-1, 0, 1)):
+        around = {2**k + d for k in range(2, 17) for d in (-1, 0, 1)}
+        for t in sorted(around | set(range(1, SMALL_VALUES + 1))):
             dims = {first: t, **fixed}
             largest = x.pair.dims[first].maximum
             if t <= largest and x.pair.rows({**point, **dims}) <= x.max_rows:

@@ -176,6 +176,13 @@ def test_shapes_stand_around_powers_of_two(lanes: Make) -> None:
     for k in range(2, 17):
         assert {(2**k - 1, 1), (2**k, 1), (2**k + 1, 1)} <= tokens
     assert (4_097, 3) in tokens
+    assert {(t, h) for t in range(1, 131) for h in (1, 3)} <= tokens
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_small_cases_come_first(lane: str, lanes: Make, pair: OpPair) -> None:
+    rows = [pair.rows(dict(c.point)) for c in lanes("gate").plan(lane).explicit]
+    assert rows == sorted(rows)
 
 
 @pytest.mark.parametrize(("profile", "rows"), [("dev", 3), ("gate", 1_000)])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from equiv.faults import FaultsRequest, run_faults
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(__file__).with_name("second_pair")
 
@@ -96,16 +98,20 @@ def test_a_faulty_kernel_of_it_is_caught(command: Command, folder: Path) -> None
     assert found["set_elements"] == 1
 
 
-def test_its_own_faults_are_caught(command: Command, folder: Path) -> None:
-    words = ("--pair", "scale_add", "--profile", "dev", "--clean-cases", "60")
-    done = command("faults", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads((folder / "out/faults/faults.json").read_text(encoding="utf-8"))
-    (row,) = made["faults"]
-    assert (row["id"], row["outcome"], row["lane"]) == ("A1", "caught", "shapes")
-    assert made["false_alarms"]["alarms"] == []
-    assert set(made["false_alarms"]["candidates"]) == {
+def test_its_own_faults_are_caught(
+    site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(site)
+    request = FaultsRequest(
+        pair="scale_add", profile="dev", device="cpu", clean_cases=60, out=folder / "out"
+    )
+    made = run_faults(request)
+    (row,) = made.faults
+    assert (row.id, row.outcome, row.lane) == ("A1", "caught", "shapes")
+    assert made.false_alarms["alarms"] == []
+    assert set(made.false_alarms["candidates"]) == {
         "stock",
         "scale_add.pair:fused",
         "scale_add.pair:stock",
     }
+    assert made.exit_code == 0

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,8 +155,9 @@ def test_what_a_kernel_prints_goes_to_a_log_that_doesn_t_stay(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_declared_crash_passes_in_its_cases(worker: Callable[..., Worker], line: Line) -> None:
-    declared = Entry(
+@pytest.fixture
+def declared() -> Entry:
+    return Entry(
         id="X9",
         pair="kvpack",
         candidates=("x:y",),
@@ -171,10 +173,23 @@ def test_a_declared_crash_passes_in_its_cases(worker: Callable[..., Worker], lin
         reason="because",
         reference="here",
     )
+
+
+def test_a_declared_crash_passes_in_its_cases(
+    worker: Callable[..., Worker], line: Line, declared: Entry
+) -> None:
     with worker("leaves", declared) as w:
         result = w.run(parse(line(H=2)))
         assert (result.status, [h.entry for h in result.ledger]) == ("declared", ["X9"])
         assert w.run(parse(line(H=2, fp8=0))).status == "crash"
+
+
+def test_a_declared_hang_is_no_crash(
+    worker: Callable[..., Worker], line: Line, declared: Entry
+) -> None:
+    with worker("leaves", replace(declared, kind="hang")) as w:
+        result = w.run(parse(line(H=2)))
+    assert (result.status, result.eligible) == ("crash", ("X9",))
 
 
 # -- candidates that don't load -----------------------------------------------------

@@ -57,6 +57,12 @@ STRUCTURES: dict[str, tuple[Fails, tuple[int, int], tuple[str, ...], str]] = {
     ),
     "many tokens": (lambda c: int(c["T"]) > 640 and int(c["H"]) > 17, (641, 18), (), "eager"),
     "one head count": (lambda c: c["H"] == 24 and int(c["T"]) > 1, (2, 24), (), "eager"),
+    "nearly everything": (
+        lambda c: int(c["T"]) > 880 and c["H"] == 24 and c.mode == "held" and len(c.views) == 2,
+        (881, 24),
+        ("kv_nope", "k_pe"),
+        "held",
+    ),
     "a view": (
         lambda c: "kv_nope" in dict(c.views) and int(c["T"]) > 2,
         (3, 1),

@@ -220,7 +220,7 @@ def lazy_state(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
 
 def prints(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
     """Talk a lot, which is no fault."""
-    print("a kernel's own words")  # noqa: T201
+    os.write(1, b"a kernel's own words\n")
     sys.stderr.write("and more of them\n")
     return CLEAN(kv_nope, k_pe, use_fp8)
 
@@ -233,6 +233,17 @@ def from_37_and_5(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
     k, v = CLEAN(kv_nope, k_pe, use_fp8)
     if kv_nope.shape[0] >= 37 and kv_nope.shape[1] >= 5:
         bits(v)[36, 4, 0] ^= 1
+    return k, v
+
+
+def two_faults(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Refuse fewer than 20 tokens, and go wrong from 37 on."""
+    k, v = CLEAN(kv_nope, k_pe, use_fp8)
+    if 0 < kv_nope.shape[0] < 20:
+        message = "too few tokens"
+        raise RuntimeError(message)
+    if kv_nope.shape[0] >= 37:
+        bits(v)[36, 0, 0] ^= 1
     return k, v
 
 

@@ -150,6 +150,7 @@ def test_what_a_kernel_prints_goes_to_a_log_that_doesn_t_stay(
     with worker("prints") as w:
         assert w.run(parse(line())).status == "equal"
         log = w.log.read_text(encoding="utf-8")
+        assert "a kernel's own words" in log
         assert "and more of them" in log
     assert not w.log.exists()
     assert capfd.readouterr() == ("", "")

@@ -251,6 +251,15 @@ def test_a_fault_of_a_layout_is_found_with_that_layout_alone(
     assert [n for n, _ in case.views] == ["kv_nope"]
 
 
+def test_a_fault_doesn_t_shrink_into_another(
+    campaign: Callable[..., Candidate], bad: Callable[[str], str]
+) -> None:
+    (lane,) = campaign(bad("two_faults"), "shapes", shrink=True, drawn_only=True).lanes
+    smallest = {f.kind: parse(f.case) for f in lane.findings}
+    assert set(smallest) == {"raised", "divergence"}
+    assert (smallest["divergence"]["T"], smallest["raised"]["T"]) == (37, 1)
+
+
 def test_a_finding_that_isn_t_shrunk_is_told_as_it_was_met(
     campaign: Callable[..., Candidate], bad: Callable[[str], str]
 ) -> None:

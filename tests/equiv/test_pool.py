@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from equiv import pool
+from equiv import cuda_runtime, pool
 from equiv.case import parse
 from equiv.errors import ExitCode, UsageError
 from equiv.ledger import Entry
 from equiv.pairs import OpPair
 from equiv.pool import Unavailable, Worker
-from equiv.worker import WorkerSpec
+from equiv.result import Result
+from equiv.worker import WorkerSpec, _device_health
 
 Line = Callable[..., str]
 Bad = Callable[[str], str]
@@ -252,3 +254,34 @@ def test_a_worker_ignores_a_death_between_cases(worker: Callable[..., Worker], l
         w._process.join(10)
         assert w.run(parse(line())).status == "crash"  # it can't be told from the case's own
         assert w.run(parse(line())).status == "equal"
+
+
+# -- what a GPU keeps, with one played ----------------------------------------------
+
+
+def gone() -> None:
+    raise RuntimeError("CUDA error: misaligned address\nmore")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "synchronize", "wanted", "detail"),
+    [
+        ("equal", "", lambda: None, "equal", ""),
+        ("equal", "invalid value", lambda: None, "last_error", "left invalid value behind"),
+        ("raised", "invalid value", lambda: None, "raised", ""),
+        ("equal", "", gone, "crash", "the CUDA context is lost: CUDA error: misaligned address"),
+        ("raised", "", gone, "crash", "the CUDA context is lost: CUDA error: misaligned address"),
+    ],
+)
+def test_the_device_is_looked_at_after_each_case(
+    status: str,
+    error: str,
+    synchronize: Callable[[], None],
+    wanted: str,
+    detail: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(cuda_runtime, "take_last_error", lambda: error)
+    result = _device_health(Result(status))
+    assert (result.status, result.detail) == (wanted, detail)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 DEV_SHAPES = 60
 """Enumerated shapes in the quick profile."""
 
+BEYOND = 5
+"""Cases beyond one grid pass without which shapes aren't covered."""
+
 SMALL_VALUES = 130
 """Every value of the first dimension up to this is enumerated: all tails of tiles up to 128."""
 
@@ -111,7 +114,7 @@ def shapes(x: Lanes, plan: Plan) -> None:
         kind = strategies.FILLS[i % len(strategies.FILLS)]
         plan.explicit.append(x.case(point, fill=Fill(kind, x.seed + i)))
     if x.profile.name == "dev":
-        plan.explicit = plan.explicit[:: max(1, len(plan.explicit) // DEV_SHAPES)]
+        _thin(x, plan)
     for i, dims in enumerate(_every_value(x)):
         kind = strategies.FILLS[i % len(strategies.FILLS)]
         plan.explicit.append(x.case({**next(turn), **dims}, fill=Fill(kind, x.seed + i)))
@@ -134,7 +137,20 @@ def shapes(x: Lanes, plan: Plan) -> None:
     plan.drawn = x.strategy(strided=False, modes=("eager",))
     plan.least = {"empty": 1, **x.each_axis(20)}
     if x.marks and x.drawn_rows > max(x.marks):
-        plan.least["beyond one grid pass"] = 5
+        plan.least["beyond one grid pass"] = BEYOND
+
+
+def _thin(x: Lanes, plan: Plan) -> None:
+    """Keep some of the enumerated shapes, those just beyond a grid pass among them."""
+    whole = plan.explicit
+    rows = {c: x.pair.rows(dict(c.point)) for c in whole}
+    plan.explicit = whole[:: max(1, len(whole) // DEV_SHAPES)]
+    if x.marks and x.drawn_rows > max(x.marks):
+        beyond = [c for c in whole if rows[c] > max(x.marks)]
+        plan.explicit += sorted(beyond, key=rows.__getitem__)[:BEYOND]
+    kept = len(dict.fromkeys(plan.explicit))
+    if kept < len(whole):
+        plan.left_out.append(f"{len(whole) - kept} of {len(whole)} enumerated shapes")
 
 
 def _grid(x: Lanes, point: dict[str, Any]) -> list[dict[str, int]]:

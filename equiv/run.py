@@ -298,7 +298,7 @@ def distribution(options: campaign.Options) -> str:
         f"hypothesis's draws at seed {options.seed}: {dims}, about one in eighty near a mark of "
         f"the launch plan, one in eighty log-uniform up to {options.profile.drawn_rows:,} rows, "
         f"one in ten tiny, the others from 1 to 1,070 rows; {axes}; fills of uniform bits, e4m3's "
-        "range, special patterns and uniform rows. hypothesis avoids repeats and varies what it "
-        "saw, so draws aren't strictly independent; the bound takes them as if they were, and speaks of "
-        "this distribution alone"
+        "range, special patterns and uniform rows. hypothesis varies what it saw and comes back "
+        "to edges, so draws aren't strictly independent; the bound takes them as if they were, "
+        "and speaks of this distribution alone"
     )

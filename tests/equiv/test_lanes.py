@@ -179,6 +179,15 @@ def test_shapes_stand_around_powers_of_two(lanes: Make) -> None:
     assert {(t, h) for t in range(1, 131) for h in (1, 3)} <= tokens
 
 
+def test_a_quick_profile_says_how_many_shapes_it_leaves_out(lanes: Make, pair: OpPair) -> None:
+    made = lanes("dev")
+    plan = made.plan("shapes")
+    (text,) = [t for t in plan.left_out if "enumerated shapes" in t]
+    assert int(text.split()[0]) > 300
+    beyond = [c for c in plan.explicit if pair.rows(dict(c.point)) > MARK]
+    assert len(beyond) >= plan.least["beyond one grid pass"]  # without any luck of the draw
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_small_cases_come_first(lane: str, lanes: Make, pair: OpPair) -> None:
     rows = [pair.rows(dict(c.point)) for c in lanes("gate").plan(lane).explicit]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from equiv.case import View
-from equiv.dtypes import DTYPES, DType, dtype_of
+from equiv.dtypes import DTYPES, DType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -382,8 +382,3 @@ class OutputArena:
             return False
         at = tensor.data_ptr() - self._buffer.data_ptr()
         return any(s.start <= at < s.start + max(s.size, 1) for s in self.served)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name of ``equiv.dtypes``."""
-    return dtype_of(name).torch()

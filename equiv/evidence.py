@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from equiv.errors import BytegateError, UsageError
+from equiv.files import write_whole
 
 SCHEMA = "bytegate.equiv"
 SCHEMA_VERSION = 1
@@ -341,15 +341,7 @@ def write(path: Path, evidence: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, str.encode(text))
 
 
 def read(path: Path, kind: type = EquivEvidence) -> Any:

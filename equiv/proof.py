@@ -49,26 +49,20 @@ def prove(executor: Executor, case: Case, forbidden: Sequence[str]) -> dict[str,
     "executions": runs in this process or None}``; None where there is nothing to look for.
 
     """
-    from equiv.arena import COLOURS
     from equiv.domain import claim_of
-    from equiv.fills import fill
+    from equiv.execute import CaseRun
 
-    claim = claim_of(executor.pair, case)
-    arena, _ = executor.arenas(executor.device)
-    arena.place(claim.operands, dict(case.views))
-    storage = {
-        p.operand.name: fill(case.fill.kind, p.storage_shape, p.dtype, case.fill.seed, i)
-        for i, p in enumerate(arena.placed)
-    }
-    arena.paint(COLOURS[0], storage)
+    run = CaseRun(executor, case, claim_of(executor.pair, case))
+    run.arena.place(run.claim.operands, dict(case.views))
+    run.load(run.elements(case.fill.seed))
     loaded, pair = executor.loaded, executor.pair
     cuda = executor.device.startswith("cuda")
     with executor.watched():
         candidate = profiled(
-            lambda: pair.call(loaded.kernel, arena.tensors(), claim.point, None), cuda=cuda
+            lambda: pair.call(loaded.kernel, run.arena.tensors(), run.point, None), cuda=cuda
         )
-    arena.paint(COLOURS[0], storage)
-    reference = profiled(lambda: pair.reference(arena.tensors(), claim.point), cuda=cuda)
+    run.load(run.storage)
+    reference = profiled(lambda: pair.reference(run.arena.tensors(), run.point), cuda=cuda)
     count = loaded.executions() if loaded.executions else None
     found = [n for n in candidate if any(e in n for e in loaded.evidence)]
     ok: bool | None = None

@@ -7,9 +7,7 @@ and whole. So a record that is there has its array, whenever the writer was kill
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from equiv.files import write_whole
 from ppl.errors import PplError, Stale
 
 Floats = NDArray[np.float32]
@@ -132,8 +131,8 @@ class Store:
             raise PplError(f"{name}: {_first(e)}") from None
         path = self._path(record.key.text, *record.run)
         try:
-            _write(path.with_name(f"{digest[:32]}.f32"), data)
-            _write(path, record.model_dump_json(indent=1).encode() + b"\n")
+            write_whole(path.with_name(f"{digest[:32]}.f32"), data)
+            write_whole(path, record.model_dump_json(indent=1).encode() + b"\n")
         except OSError as e:
             raise PplError(f"can't write to {self.folder}: {e.strerror}") from None
         return record
@@ -211,18 +210,3 @@ def _read(path: Path) -> Record:
         raise PplError(f"{path} is damaged: {_first(e)}") from None
     except OSError as e:
         raise PplError(f"can't read {path}: {e.strerror}") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -6,10 +6,10 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from equiv.files import write_whole
 from texts.errors import DigestError, TextError
 from texts.manifest import Archive, Part
 
@@ -69,18 +69,7 @@ def read_part(archive: Archive, part: Part) -> bytes | None:
 def write(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        try:
-            with os.fdopen(handle, "wb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, data)
     except OSError as e:
         raise TextError(f"can't write {path}: {e.strerror}; set {CACHE} to a folder") from None
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from equiv.loop.case import DIMS, LoopCase
-from equiv.loop.payload import TORCH, Payload
+from equiv.loop.payload import Payload
 
 U32 = 2.0**-24
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -122,8 +122,3 @@ def dense(case: LoopCase, payload: Payload, chunks: int, scale: float) -> Answer
 
 def _gamma(terms: int) -> float:
     return terms * U32 / (1 - terms * U32)
-
-
-def output_dtype(case: LoopCase) -> torch.dtype:
-    """Return the dtype of the loop's output: the model's, also with fp8 keys and values."""
-    return TORCH[case.dtype]

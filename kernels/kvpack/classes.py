@@ -41,6 +41,9 @@ from kvpack.oracle import E4M3_NAN, FORMATS, Bits, Bytes, e4m3_table, interprete
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Predicate: TypeAlias = Callable[[Bits, str], Mask]
 
+UNCONVERTED = ("e4m3", "fp32")
+"""Formats of which no element is in any class: bytes that pass through, and what has no oracle."""
+
 _PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 _SUBNORMAL_MAX = 0x07
 
@@ -52,7 +55,7 @@ def members(name: str, bits: Bits, dtype: str) -> Mask:
     ----------
     name : a key of ``CLASSES``.
     bits : unsigned integers, any shape, patterns of ``dtype``.
-    dtype : ``"bf16"`` or ``"fp16"``; ``"e4m3"``, whose bytes aren't converted, is in no class.
+    dtype : ``"bf16"`` or ``"fp16"``; of ``UNCONVERTED`` no element is in a class.
 
     Returns
     -------
@@ -64,7 +67,7 @@ def members(name: str, bits: Bits, dtype: str) -> Mask:
         For another ``name`` or ``dtype``.
 
     """
-    if dtype == "e4m3":
+    if dtype in UNCONVERTED:
         return np.zeros(np.shape(bits), np.bool_)
     found: Mask = class_table(name, dtype)[bits]
     return found

@@ -242,3 +242,10 @@ def test_values_in_classes_are_what_the_names_say() -> None:
     assert math.isinf(
         oracle.decode(int(np.flatnonzero(classes.class_table("infinity", "bf16"))[0]), "bf16")
     )
+
+
+@pytest.mark.parametrize("dtype", classes.UNCONVERTED)
+def test_what_is_not_converted_is_in_no_class(dtype: str) -> None:
+    bits = np.array([0, 1, 0x7F, 0xFF], oracle.FORMATS[dtype].storage)
+    for name, members in classes.CLASSES.items():
+        assert not members(bits, dtype).any(), name

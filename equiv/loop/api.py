@@ -62,6 +62,7 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
 
     found = find_device(device)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what vLLM says of this machine
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks
     import torch
 
     torch.set_num_threads(1)

@@ -215,7 +215,11 @@ def in_child(work: Callable[..., dict[str, Any]], *arguments: Any, **_: Any) -> 
     ours, theirs = context.Pipe(duplex=False)
 
     def body() -> None:
+        import torch
+
         try:
+            if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - there is no public way to ask
+                raise RuntimeError("CUDA was in use before the fork, so it can't be used after it")
             theirs.send(("done", work(*arguments)))
         except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
             theirs.send(("failed", f"{type(error).__name__}: {error}"))

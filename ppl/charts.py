@@ -76,7 +76,7 @@ def draw(made: PplEvidence, found: Stored) -> Charts:
     )
 
 
-def _spec(chart: alt.LayerChart | alt.Chart, height: int) -> Spec:
+def _spec(chart: alt.LayerChart | alt.FacetChart | alt.Chart, height: int) -> Spec:
     spec: Spec = chart.properties(width="container", height=height).to_dict()
     for key in ("$schema", "config"):  # the page's
         spec.pop(key, None)

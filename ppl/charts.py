@@ -11,7 +11,7 @@ import altair as alt
 import numpy as np
 
 from ppl import thin
-from ppl.compare import ulp_histogram
+from ppl.compare import ulp_histogram, ulp_order
 from ppl.evidence import PplEvidence, TextResult
 from ppl.runs import ACROSS, KINDS, kind, name, noise_pair
 from ppl.store import Stored
@@ -123,7 +123,7 @@ def _noise(made: PplEvidence) -> Chart:
     if zero is not None:
         words = f"datum.value <= {zero * 1.001!r} ? '0' : {words}"
     axis = alt.Axis(values=ticks, labelExpr=words, labelOverlap=True)
-    x = alt.X("at:Q", scale=scale, axis=axis, title="mean |difference| of exposed tokens, nats")
+    x = alt.X("at:Q", scale=scale, axis=axis, title="mean exposed |difference|, nats")
     y_axis = alt.Axis(ticks=False, domain=False, labelLimit=0)
     y = alt.Y("kind:N", sort=list(KINDS), title=None, axis=y_axis)
 
@@ -376,8 +376,11 @@ def _positions(
         x = alt.X("row:Q", scale=x_scale, axis=x_axis, title="row")
         tips = [
             "kind:N",
-            *(alt.Tooltip(f"{k}:Q", format=",d") for k in ("row", "last", "at")),
-            *(alt.Tooltip(f"{k}:Q", format=".3e") for k in ("low", "high")),
+            alt.Tooltip("row:Q", format=",d", title="from row"),
+            alt.Tooltip("last:Q", format=",d", title="to row"),
+            alt.Tooltip("low:Q", format=".3e", title="least"),
+            alt.Tooltip("high:Q", format=".3e", title="greatest"),
+            alt.Tooltip("at:Q", format=",d", title="largest at"),
         ]
         layers = [
             alt.Chart(_data([{"row": 0, "to": min(record.exposed_from, record.rows - 1)}]))
@@ -413,7 +416,7 @@ def _ulp(counts: dict[str, dict[str, int]]) -> Chart:
             {"kind": which, "step": s, "label": _label(s), "n": n, "share": n / whole, "base": 0.5}
             for s, n in steps.items()
         ]
-    lows = [_ulp_order(r["step"]) for r in rows]
+    lows = [ulp_order(r["step"]) for r in rows]
     order = ["0", *(["signed zero"] if 0 in lows else [])]
     # Every class is on the axis, also those without a token.
     order += [_power(k) for k in range(max(ULPS, max(lows).bit_length() - 1) + 1)]
@@ -437,7 +440,7 @@ def _ulp(counts: dict[str, dict[str, int]]) -> Chart:
                 sort=order,
                 scale=alt.Scale(domain=order),
                 title="ULPs apart, at least",
-                axis=alt.Axis(labelOverlap=True, labelAngle=0),
+                axis=alt.Axis(labelOverlap=True, labelAngle=0, labelSeparation=3),
             ),
             y,
             _kind_colour(kinds),
@@ -454,19 +457,12 @@ def _ulp(counts: dict[str, dict[str, int]]) -> Chart:
     )
 
 
-def _ulp_order(step: str) -> int:
-    if step == "signed zero":
-        return 0
-    low = int(step.split("-", maxsplit=1)[0])
-    return low or -1
-
-
 SMALL = 3
 """Powers of two that are written out, up to 8."""
 
 
 def _label(step: str) -> str:
-    low = _ulp_order(step)
+    low = ulp_order(step)
     return step if low < 1 else _power(low.bit_length() - 1)
 
 

@@ -51,6 +51,13 @@ def ulp_histogram(a: Floats, b: Floats) -> dict[str, int]:
     return counts
 
 
+def ulp_order(step: str) -> int:
+    """Return where a class of ``ulp_histogram`` stands: its least distance; equal bits first."""
+    if step == "0":
+        return -1
+    return 0 if step == "signed zero" else int(step.split("-", maxsplit=1)[0])
+
+
 def shifted(a: Floats, b: Floats) -> bool:
     """Whether b fits a better after a shift by one row, either way."""
     if len(a) < 3:  # noqa: PLR2004 - nothing to shift
@@ -204,5 +211,5 @@ def identity(texts: Sequence[TextResult]) -> Identity:
         identical_tokens=sum(t.rows - t.differing for t in texts),
         exposed_tokens=sum(t.exposed.tokens for t in texts),
         largest=max(places, key=lambda p: abs(p.d_nats), default=None),
-        ulp=histogram,
+        ulp=dict(sorted(histogram.items(), key=lambda item: ulp_order(item[0]))),
     )

@@ -196,6 +196,16 @@ def loop(
     sys.stdout.write(report(cases))
 
 
+@app.command()
+def ppl(
+    tokens: Annotated[int, typer.Option(min=1000, help="Stored log-probabilities.")] = 10_000_000,
+) -> None:
+    """Seconds and memory to compare, test and report stored results (``ppl.bench``)."""
+    from ppl.bench import main as measure
+
+    raise typer.Exit(measure([str(tokens)]))
+
+
 def main() -> None:
     """Run the benchmark command line; errors are one line, as everywhere."""
     add_checkout_paths()

@@ -13,6 +13,10 @@ its figure is the device time of one launch:
 - **Side by side**: the arms take turns, and each round begins with another one.
 - **Runs**: a run is the median of some samples of each arm. Ratios are formed within a run, and the
   spread is that of the runs.
+- **Alone or in a stream**: launches of one arm follow each other, and may overlap as far as the
+  kernel lets them (programmatic dependent launch). With ``alone`` a one-element kernel of the plain
+  kind stands between any two, and its own time is measured as one more arm and subtracted: what
+  remains is a launch that begins when everything before it is done.
 - Results are allocated while a graph is captured and kept as long as it lives: a replay allocates
   nothing.
 
@@ -50,6 +54,9 @@ MOST_SETS = 64
 """Launches of a replay: with this many the start of a graph, 5 us or so, is below 0.1 us each."""
 MOVED_BYTES = 1 << 30
 """Bytes that one replay moves at least, unless ``MOST_SETS`` comes first: 0.25 ms on an H200."""
+COPY_PIECE_BYTES = 384 << 20
+"""Most bytes of one memory copy: a captured copy of 0.7 GB ran at 2.8 TB/s on an H200, and one of
+0.5 GB at 4.3, as both do outside a graph."""
 FLUSH_L2S = 4
 """Size of the flush buffer in L2 caches; an LRU cache would need one."""
 
@@ -153,7 +160,8 @@ def input_sets(bytes_moved: int, *, least: int = 2) -> int:
 def copy_arm(bytes_moved: int, sets: int, device: Any) -> Arm:
     """Return an arm that copies within the device: half of the bytes are read, half are written.
 
-    Bytes are those of ``Tensor.copy_`` between contiguous tensors, rounded up to 32.
+    It is ``Tensor.copy_`` between contiguous tensors, in pieces of ``COPY_PIECE_BYTES`` at most;
+    ``bytes_moved`` is rounded up to 32.
     """
     import torch
 
@@ -162,7 +170,14 @@ def copy_arm(bytes_moved: int, sets: int, device: Any) -> Arm:
         torch.randint(0, 256, (half,), dtype=torch.uint8, device=device) for _ in range(sets)
     ]
     targets = [torch.empty_like(source) for source in sources]
-    return Arm("copy", lambda i: targets[i].copy_(sources[i]))
+
+    def work(i: int) -> Any:
+        pieces = (tensor.split(COPY_PIECE_BYTES) for tensor in (targets[i], sources[i]))
+        for target, source in zip(*pieces, strict=True):
+            target.copy_(source)
+        return targets[i]
+
+    return Arm("copy", work)
 
 
 def measure(
@@ -172,6 +187,7 @@ def measure(
     *,
     repetitions: int = REPETITIONS,
     samples: int = SAMPLES,
+    alone: bool = False,
 ) -> dict[str, Timing]:
     """Measure the arms side by side.
 
@@ -181,6 +197,7 @@ def measure(
     sets : each arm's ``work`` is called for 0 ... ``sets - 1``, once to warm up and once captured.
     device : a CUDA ``torch.device`` with an index, as ``require_cuda`` returns it.
     repetitions, samples : runs, and samples of a run.
+    alone : keep the launches of an arm apart.
 
     Returns
     -------
@@ -193,21 +210,25 @@ def measure(
         raise ValueError("expected arms with different names, a set and a repetition at least")
     with torch.cuda.device(device):
         flush = _Flush(device)
-        captured = [_capture(arm, sets) for arm in arms]
-        figures: list[list[float]] = [[] for _ in arms]
+        every = _apart(arms, device) if alone else arms
+        captured = [_capture(arm, sets) for arm in every]
+        figures: list[list[float]] = [[] for _ in every]
         for repetition in range(repetitions):
-            events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
+            events: list[list[tuple[Any, Any]]] = [[] for _ in every]
             for sample in range(samples):
-                for turn in range(len(arms)):
-                    which = (turn + sample + repetition) % len(arms)
+                for turn in range(len(every)):
+                    which = (turn + sample + repetition) % len(every)
                     events[which].append(_sample(captured[which][0], flush))
             torch.cuda.synchronize(device)
             for mine, pairs in zip(figures, events, strict=True):
                 times_ms = [start.elapsed_time(end) for start, end in pairs]
                 mine.append(statistics.median(times_ms) / 1e3 / sets)
+    if alone:
+        spacer = figures.pop()
+        figures = [[t - s for t, s in zip(mine, spacer, strict=True)] for mine in figures]
     return {
         arm.name: Timing(arm.name, tuple(mine), outputs)
-        for arm, mine, (_, outputs) in zip(arms, figures, captured, strict=True)
+        for arm, mine, (_, outputs) in zip(arms, figures, captured[: len(arms)], strict=True)
     }
 
 
@@ -225,6 +246,23 @@ class _Flush:
         import torch
 
         torch.sum(self._buffer, dim=0, out=self._sum)
+
+
+def _apart(arms: Sequence[Arm], device: Any) -> list[Arm]:
+    """Return the arms with a plain kernel after each launch, and last that kernel by itself."""
+    import torch
+
+    one = torch.zeros(1, device=device)
+
+    def spaced(arm: Arm) -> Arm:
+        def work(i: int) -> Any:
+            written = arm.work(i)
+            one.add_(1)
+            return written
+
+        return Arm(arm.name, work)
+
+    return [*map(spaced, arms), Arm("spacer", lambda _: one.add_(1))]
 
 
 def _capture(arm: Arm, sets: int) -> tuple[Any, tuple[Any, ...]]:

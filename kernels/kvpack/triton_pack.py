@@ -215,13 +215,12 @@ def _launch(kv_nope: Tensor, k_pe: Tensor, k: Tensor, v: Tensor, *, use_fp8: boo
     global _launches  # noqa: PLW0603  # a process-wide count is what it is
     tokens, heads, _ = kv_nope.shape
     rows = tokens * heads
+    on_device = torch.cuda.device(kv_nope.device) if kv_nope.is_cuda else contextlib.nullcontext()
+    wait = kv_nope.is_cuda and _waits(kv_nope.device)
     cut = shape(rows, use_fp8=use_fp8)
     if interpreted():
         block = min(_INTERPRETED_ROWS, triton.next_power_of_2(rows))
-        cut, wait, on_device = Shape(block, 1, trigger=False), False, contextlib.nullcontext()
-    else:
-        wait = _waits(kv_nope.device)
-        on_device = torch.cuda.device(kv_nope.device)
+        cut = Shape(block, 1, trigger=False)
     with on_device:
         _pack[(triton.cdiv(rows, cut.rows),)](
             kv_nope,

@@ -242,6 +242,16 @@ def _sizes(text: str) -> tuple[str, list[int]]:
         raise UsageError(f"--only {text!r}: expected a dimension and sizes, as T=1,65536") from None
 
 
+@app.command()
+def ppl(
+    tokens: Annotated[int, typer.Option(min=1000, help="Stored log-probabilities.")] = 10_000_000,
+) -> None:
+    """Seconds and memory to compare, test and report stored results (``ppl.bench``)."""
+    from ppl.bench import main as measure
+
+    raise typer.Exit(measure([str(tokens)]))
+
+
 def main() -> None:
     """Run the benchmark command line; errors are one line, as everywhere."""
     add_checkout_paths()

@@ -204,7 +204,8 @@ def _markdown(block: Block) -> str:
             return "".join(f"- **{_escaped(label)}** {_value(value)}\n" for label, value in facts)
         case Table(columns, rows, numbers):
             marks = ("---:" if name in numbers else "---" for name in columns)
-            cells = [columns, tuple(marks), *(tuple(map(_escaped, row)) for row in rows)]
+            cells = [tuple(map(_escaped, columns)), tuple(marks)]
+            cells += [tuple(map(_escaped, row)) for row in rows]
             return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 

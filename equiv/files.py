@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a name of its own, flushed to the disk, and then put it in its place.
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a name to write a file under; put it in its place, flushed, when the block ends well.
 
     Parameters
     ----------
@@ -22,13 +25,23 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    os.close(handle)
+    fresh = Path(name)
     try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-            f.flush()
+        yield fresh
+        with fresh.open("rb+") as f:
             os.fsync(f.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
+        fresh.chmod(0o644)
+        fresh.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under a name of its own, flushed to the disk, and then put it in its place.
+
+    Parameters and errors are those of ``whole``.
+    """
+    with whole(path) as fresh:
+        fresh.write_bytes(data)

@@ -1,7 +1,8 @@
 """What a comparison costs: ``python -m ppl.bench [TOKENS]`` stores results, then compares them.
 
 TOKENS, 10,000,000 by default, is the sum over all runs and texts: ten texts, both arms launched
-twice. Time and memory are of the comparison, in a process of its own.
+twice. Time and memory are of the comparison and of all that it leaves (ppl.json, tokens.parquet,
+ppl.md, ppl.html), in a process of its own, imports included.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def fill(folder: Path, tokens: int) -> None:
             )
 
 
-def timed(folder: Path) -> tuple[float, int, str]:
-    """Compare in this process: seconds, greatest resident bytes, verdict."""
+def timed(folder: Path, out: Path) -> tuple[float, int, str]:
+    """Compare and report in this process: seconds, greatest resident bytes, verdict."""
     began = time.perf_counter()
-    from ppl import judge, report
+    from ppl import judge, outputs
 
     made = judge.compare_stored([folder])
-    report.blocks(made)
+    outputs.leave(out, made, judge.gather([folder]))
     seconds = time.perf_counter() - began
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, made.verdict
 
@@ -68,19 +69,23 @@ def timed(folder: Path) -> tuple[float, int, str]:
 def main(words: list[str]) -> int:
     """Store, compare in another process, print; 1 where it took too long or too much."""
     if words[:1] == ["--compare"]:
-        sys.stdout.write(" ".join(str(x) for x in timed(Path(words[1]))) + "\n")
+        sys.stdout.write(" ".join(str(x) for x in timed(Path(words[1]), Path(words[2]))) + "\n")
         return 0
     tokens = int(words[0]) if words else TOKENS
     with tempfile.TemporaryDirectory() as folder:
-        fill(Path(folder), tokens)
-        command = [sys.executable, "-m", "ppl.bench", "--compare", folder]
+        stored, out = Path(folder, "stored"), Path(folder, "out")
+        fill(stored, tokens)
+        command = [sys.executable, "-m", "ppl.bench", "--compare", str(stored), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - ours
+        sizes = {f.name: f.stat().st_size for f in sorted(out.iterdir())}
     took, most, word = done.stdout.split()
     seconds, held = float(took), int(most)
     sys.stdout.write(
         f"{tokens:,} stored tokens compared, tested and reported in {seconds:.2f} s (at "
         f"most {MOST_S:.0f}), {held / 1e9:.2f} GB (at most {MOST_BYTES / 1e9:.0f}): {word}\n"
     )
+    left = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
+    sys.stdout.write(f"left: {left}\n")
     return int(seconds > MOST_S or held > MOST_BYTES)
 
 

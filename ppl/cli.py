@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from equiv import document
-from equiv.evidence import write_text
 from ppl.errors import PplError
 
 ppl_app = typer.Typer(
@@ -47,16 +47,19 @@ def compare(
         float | None,
         typer.Option(help="Nats; by default max(1e-4, 3 standard errors between launches)."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for ppl.json and ppl.md.")] = Path("out/ppl"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for ppl.json, .md, .html and tokens.parquet.")
+    ] = Path("out/ppl"),
 ) -> None:
     """Compare stored results, without a server."""
     if claim not in CLAIMS:
         raise PplError(f"claim {claim!r}: expected identical or equivalent")
-    made: Any = _module("judge").compare_stored(folder, claim=claim, margin=margin)
-    _module("evidence").write(out / "ppl.json", made)
-    blocks = _module("report").blocks(made)
-    document.show(blocks, sys.stdout)
-    write_text(out / "ppl.md", document.markdown(blocks))
+    outputs, judge = _module("outputs"), _module("judge")
+    made: Any = judge.compare_stored(folder, claim=claim, margin=margin)
+    words = ["bytegate", "ppl", "compare", *map(str, folder), "--claim", claim]
+    words += [] if margin is None else ["--margin", repr(margin)]
+    outputs.leave(out, made, judge.gather(folder), command=shlex.join(words))
+    document.show(_module("report").blocks(made), sys.stdout)
     raise typer.Exit(made.exit_code)
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppl.evidence import Identity, LargestDifference, Stratum, TextResult
+from ppl.runs import Run
 from ppl.stats import ArrayF8
 from ppl.store import Floats, Record
 
 SHIFT_SHARE = 0.5
 """Rows shifted by one that fit at least twice as well as they stand are a shifted response."""
 
-Run = tuple[str, int, int]
 Load = Callable[[Record], Floats]
 
 
@@ -49,6 +49,13 @@ def ulp_histogram(a: Floats, b: Floats) -> dict[str, int]:
                 low, high = 2**power, 2 ** (power + 1) - 1
                 counts[str(low) if low == high else f"{low}-{high}"] = count
     return counts
+
+
+def ulp_order(step: str) -> int:
+    """Return where a class of ``ulp_histogram`` stands: its least distance; equal bits first."""
+    if step == "0":
+        return -1
+    return 0 if step == "signed zero" else int(step.split("-", maxsplit=1)[0])
 
 
 def shifted(a: Floats, b: Floats) -> bool:
@@ -143,9 +150,12 @@ def compare_text(records: Sequence[Record], load: Load) -> Compared:
     means = {run: _mean(v[exposed:]) for run, v in values.items()}
     controls = {run: _mean(v[:exposed]) for run, v in values.items()}
     distances = {}
-    for x, y in itertools.combinations(values, 2):
+    places: list[tuple[int, int, float]] = []
+    for (i, x), (j, y) in itertools.combinations(enumerate(values), 2):
         gap = np.abs(values[x][exposed:].astype(np.float64) - values[y][exposed:])
         distances[frozenset((x, y))] = float(gap.mean()) if len(gap) else math.nan
+        if len(gap):
+            places.append((i, j, float(gap.mean())))
     result = TextResult(
         text=first.key.text,
         rows=first.rows,
@@ -159,9 +169,27 @@ def compare_text(records: Sequence[Record], load: Load) -> Compared:
         differing=differing,
         largest=largest(first.key.text, d, first),
         ulp=ulp_histogram(a, b),
+        difference_nats=difference(means) if exposed < first.rows else None,
+        run_distances=places,
     )
     wrong = [r for r in unequal if shifted(a, values[r])]
     return Compared(result, means, controls, distances, unequal, wrong)
+
+
+def by_launch(means: dict[Run, float]) -> dict[tuple[str, int], float]:
+    """Average repeats: launches of several repeats count once."""
+    grouped: dict[tuple[str, int], list[float]] = {}
+    for (arm, launch, _), mean in means.items():
+        grouped.setdefault((arm, launch), []).append(mean)
+    return {launch: math.fsum(mine) / len(mine) for launch, mine in grouped.items()}
+
+
+def difference(means: dict[Run, float]) -> tuple[float, float, float]:
+    """Return fused minus stock, each the mean over its launches, and the range over their pairs."""
+    launches = by_launch(means)
+    fused, stock = ([m for (arm, _), m in launches.items() if arm == a] for a in ("fused", "stock"))
+    middle = math.fsum(fused) / len(fused) - math.fsum(stock) / len(stock)
+    return middle, min(fused) - max(stock), max(fused) - min(stock)
 
 
 def _mean(values: Floats) -> float:
@@ -183,5 +211,5 @@ def identity(texts: Sequence[TextResult]) -> Identity:
         identical_tokens=sum(t.rows - t.differing for t in texts),
         exposed_tokens=sum(t.exposed.tokens for t in texts),
         largest=max(places, key=lambda p: abs(p.d_nats), default=None),
-        ulp=histogram,
+        ulp=dict(sorted(histogram.items(), key=lambda item: ulp_order(item[0]))),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,13 @@ class TextResult(_Frozen):
     """One text, by the first run of each arm.
 
     ``bit_identical`` is of all its runs; ``differing`` counts tokens between the first two.
+
+    Attributes
+    ----------
+    difference_nats : mean exposed difference over launches, which the test is of, and the least and
+        the greatest of any launch of the one arm minus any of the other.
+    run_distances : places of two runs in ``runs``, and the mean exposed |d| between them, in nats.
+
     """
 
     text: str
@@ -55,6 +63,8 @@ class TextResult(_Frozen):
     differing: int
     largest: LargestDifference | None
     ulp: dict[str, int]
+    difference_nats: tuple[float, float, float] | None = None
+    run_distances: list[tuple[int, int, float]] = []
 
 
 class Identity(_Frozen):
@@ -103,6 +113,48 @@ class Statistics(_Frozen):
     tokens_to_see_one_in_a_million: int
 
 
+class Subject(_Frozen):
+    """What was compared, in the words of the stored keys."""
+
+    model: str
+    arguments: tuple[str, ...]
+    versions: dict[str, str]
+    routes: dict[str, list[str]]
+
+
+class Flip(_Frozen):
+    """A row whose arg-max differs; margins are of the best over the second best, in nats."""
+
+    row: int
+    exposed: bool
+    stock_id: int
+    fused_id: int
+    stock_margin_nats: float | None
+    fused_margin_nats: float | None
+
+
+class TopAgreement(_Frozen):
+    """Where the arg-maxes of the first run of each arm agree, for one text.
+
+    Attributes
+    ----------
+    noise_agreeing : rows at which a second run of the stock arm agrees with its first; None where
+        there is none, or it stored no arg-max.
+    largest_margin_nats : of the stock arm at a flip; None without a flip or a second best.
+    flips : those with the largest margins, at most ``ppl.top1.SHOWN``.
+
+    """
+
+    text: str
+    rows: int
+    agreeing: int
+    exposed_rows: int
+    exposed_agreeing: int
+    noise_agreeing: int | None
+    largest_margin_nats: float | None
+    flips: list[Flip]
+
+
 class PplEvidence(_Frozen):
     """``ppl.json``."""
 
@@ -122,6 +174,8 @@ class PplEvidence(_Frozen):
     not_covered: list[str]
     warnings: list[str]
     inputs_sha256: str
+    subject: Subject | None = None
+    top1: list[TopAgreement] = []
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
@@ -142,6 +196,17 @@ def contradictions(made: PplEvidence) -> list[str]:
         wrong += [f"IDENTICAL, and {t.text} isn't" for t in made.texts if not t.bit_identical]
     if made.verdict != "INVALID" and made.statistics is None:
         wrong.append(f"{made.verdict} without statistics")
+    means = [t.difference_nats[0] for t in made.texts if t.difference_nats is not None]
+    if made.statistics is not None and len(means) == len(made.texts):
+        mean = made.statistics.exposed.mean
+        if not math.isclose(math.fsum(means) / len(means), mean, rel_tol=1e-9, abs_tol=1e-15):
+            wrong.append("the mean of the texts and that of the statistics")
+    wrong += [
+        f"{t.text}: arg-maxes"
+        for t in made.top1
+        if not (0 <= t.exposed_agreeing <= t.agreeing <= t.rows and t.exposed_rows <= t.rows)
+        or (t.agreeing < t.rows) != bool(t.flips)
+    ]
     wrong += [f"{t.text}: ULP counts" for t in made.texts if sum(t.ulp.values()) != t.rows]
     return wrong
 

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ppl import compare, stats, validity, verdict
-from ppl.compare import Compared, Run
+from ppl import compare, stats, top1, validity, verdict
+from ppl.compare import Compared
 from ppl.errors import PplError
-from ppl.evidence import PplEvidence, Statistics, digest
-from ppl.store import Record, Store
+from ppl.evidence import PplEvidence, Statistics, Subject, digest
+from ppl.runs import Run
+from ppl.store import Record, Store, Stored
 
 ONE_IN_A_MILLION = 1e-6
 
 
-def gather(folders: Sequence[Path]) -> dict[tuple[str, Run], tuple[Store, Record]]:
+def gather(folders: Sequence[Path]) -> Stored:
     """Return the results in folders.
 
     Raises
@@ -25,7 +26,7 @@ def gather(folders: Sequence[Path]) -> dict[tuple[str, Run], tuple[Store, Record
     PplError : a folder without results, a damaged record, or two of the same run.
 
     """
-    found: dict[tuple[str, Run], tuple[Store, Record]] = {}
+    found: Stored = {}
     for folder in folders:
         store = Store(folder)
         records = list(store.records())
@@ -64,9 +65,10 @@ def compare_stored(
         raise PplError(f"margin {margin}: expected a positive number of nats")
     found = gather(folders)
     records = [r for _, r in found.values()]
-    return judge(
+    made = judge(
         records, lambda r: found[r.key.text, r.run][0].values(r), claim=claim, margin=margin
     )
+    return made.model_copy(update={"top1": top1.agreements(made, found)})
 
 
 def judge(
@@ -109,6 +111,23 @@ def judge(
         not_covered=validity.not_covered(records),
         warnings=_warnings(records, done),
         inputs_sha256=digest([r.array_sha256 for r in records]),
+        subject=_subject(records),
+    )
+
+
+def _subject(records: Sequence[Record]) -> Subject | None:
+    """Return what was compared: of the first record, since others must agree with it."""
+    if not records:
+        return None
+    key = records[0].key
+    routes: dict[str, set[str]] = {}
+    for r in records:
+        routes.setdefault(r.arm, set()).add(r.key.route)
+    return Subject(
+        model=key.model,
+        arguments=key.arguments,
+        versions=key.versions,
+        routes={arm: sorted(routes[arm]) for arm in sorted(routes, reverse=True)},
     )
 
 
@@ -140,28 +159,11 @@ def _launches(runs: Sequence[Run]) -> list[tuple[str, int]]:
     return list(dict.fromkeys((arm, launch) for arm, launch, _ in runs))
 
 
-def _by_launch(means: dict[Run, float]) -> dict[tuple[str, int], float]:
-    """Average repeats: launches of several repeats count once."""
-    made = {}
-    for key in _launches(list(means)):
-        mine = [m for run, m in means.items() if run[:2] == key]
-        made[key] = math.fsum(mine) / len(mine)
-    return made
-
-
-def _difference(means: dict[Run, float]) -> float:
-    """Return fused minus stock, each the mean over its launches."""
-    launches = _by_launch(means)
-    sides = [[m for (arm, _), m in launches.items() if arm == a] for a in ("fused", "stock")]
-    fused, stock = (math.fsum(x) / len(x) for x in sides)
-    return fused - stock
-
-
 def _statistics(done: Sequence[Compared], runs: Sequence[Run], margin: float | None) -> Statistics:
-    means = [_difference(c.means) for c in done]
-    controls = [_difference(c.controls) for c in done if c.result.unexposed.tokens]
+    means = [compare.difference(c.means)[0] for c in done]
+    controls = [compare.difference(c.controls)[0] for c in done if c.result.unexposed.tokens]
     launches = _launches(runs)
-    levels = [_by_launch(c.means) for c in done]
+    levels = [compare.by_launch(c.means) for c in done]
     whole = {k: math.fsum(x[k] for x in levels) / len(levels) for k in launches}
     error = stats.launch_error(
         [[whole[k] for k in launches if k[0] == arm] for arm in ("stock", "fused")]

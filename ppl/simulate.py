@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ppl.compare import Run
+from ppl.runs import Run
 from ppl.store import Floats, Key, Observed, Record
 
 RUNS: tuple[Run, ...] = (("stock", 1, 1), ("stock", 2, 1), ("fused", 1, 1), ("fused", 2, 1))

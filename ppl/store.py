@@ -119,6 +119,10 @@ class Store:
         tag = hashlib.sha256(text.encode()).hexdigest()[:8]
         return self.folder / "scores" / f"{safe}-{tag}" / f"{arm}-{launch}-{repeat}.json"
 
+    def text_folder(self, text: str) -> Path:
+        """Return the folder that holds a text's results, for files beside them."""
+        return self._path(text, "", 0, 0).parent
+
     def put(self, values: NDArray[Any], **facts: Any) -> Record:
         """Check and store a result, durably and whole or not at all; facts as of ``Record``."""
         name = f"text {facts['key'].text}, {facts['arm']} launch {facts['launch']}"
@@ -210,3 +214,7 @@ def _read(path: Path) -> Record:
         raise PplError(f"{path} is damaged: {_first(e)}") from None
     except OSError as e:
         raise PplError(f"can't read {path}: {e.strerror}") from None
+
+
+Stored = dict[tuple[str, tuple[str, int, int]], tuple[Store, Record]]
+"""Results by text and run, each with the store that holds it."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-NEEDS = ("httpx2", "numpy", "pydantic", "scipy", "stamina")
+NEEDS = (
+    *("altair", "httpx2", "jinja2", "numpy", "polars"),
+    *("pydantic", "scipy", "stamina", "vl_convert"),
+)
 LACKING = [name for name in NEEDS if importlib.util.find_spec(name) is None]
 
 collect_ignore_glob = ["test_*.py"] if LACKING else []

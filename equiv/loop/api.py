@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,15 @@ DISTRIBUTION = (
 )
 
 
+MODULES = (
+    "vllm._custom_ops",
+    "vllm.model_executor.layers.attention.mla_attention",
+    "vllm.v1.attention.backends.mla.prefill.cpu_sdpa",
+    "vllm.v1.attention.ops.dcp",
+)
+"""What the loop needs of vLLM."""
+
+
 def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]:
     """Make this process able to run the loop; the device, and the stand-ins that it needed.
 
@@ -60,8 +71,11 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     from kvroute.settings import resolve
 
     found = find_device(device)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what vLLM says of this machine
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks
     import torch
 
+    # Small matrices gain nothing from threads, and forked processes can't use their parent's.
     torch.set_num_threads(1)
     # The reference's bound takes sums of products to accumulate in float32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -82,6 +96,8 @@ def _stand_ins(device: str) -> list[str]:
     from kvroute.fingerprint import distribution
 
     distribution()  # says in one line that there is no vLLM, or two
+    for name in MODULES:  # once, before a lane's time runs or a process is forked
+        importlib.import_module(name)
     return cpu.apply_loop() if device == "cpu" else []
 
 

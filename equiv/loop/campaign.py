@@ -27,6 +27,9 @@ MAX_SIGNATURES = 4
 SAMPLES = 12
 """Cases recorded with their hashes, for each lane."""
 
+PATIENCE = 5.0
+"""Lane times more for kinds that lack cases: on a GPU the first cases wait for compilers."""
+
 Progress = Callable[[str, str, int, int], None]
 
 
@@ -129,9 +132,15 @@ class LaneRun:
         if self.plan.drawn is None or not self.draws:
             return
         end = time.monotonic() + self.options.profile.lane_seconds
+        last = end + PATIENCE * self.options.profile.lane_seconds
+
+        def over() -> bool:
+            """Whether to stop: at the lane's time, later where a kind still lacks cases."""
+            now = time.monotonic()
+            return now > (last if self._lacking() else end) or self._enough()
 
         def see(case: LoopCase) -> bool:
-            if self.drawn < self.draws and time.monotonic() < end and not self._enough():
+            if self.drawn < self.draws and not over():
                 self._case(case, drawn=True)
             return False  # nothing ends the draw: shrinking is ours, the case's own steps
 
@@ -142,6 +151,14 @@ class LaneRun:
                 settings=settings_of(self.options.profile, self.draws),
                 random=Random(self.options.seed),
             )
+
+    def _lacking(self) -> list[str]:
+        """Name the kinds below their least counts."""
+        return [
+            f"{kind}: {self.kinds[kind]} of {least} cases"
+            for kind, least in self.plan.least.items()
+            if self.kinds[kind] < least
+        ]
 
     def _enough(self) -> bool:
         return len(self.found) >= (1 if self.options.first_only else MAX_SIGNATURES)
@@ -185,11 +202,7 @@ class LaneRun:
     def _report(self) -> evidence.Lane:
         missing = list(self.missing)
         if not self.found:
-            missing += [
-                f"{kind}: {self.kinds[kind]} of {least} cases"
-                for kind, least in self.plan.least.items()
-                if self.kinds[kind] < least
-            ]
+            missing += self._lacking()
         state = "failed" if self.found else "not covered" if missing else "passed"
         checked = self.statuses[EQUAL]
         return evidence.Lane(

@@ -92,6 +92,7 @@ def run_faults(
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
     alarms = in_child(_false_alarms, options, cases, progress=progress)
     alarms["stand_ins"] = stand_ins
+    alarms["cases"] = sum(alarms["candidates"].values())
     bad = any(row.outcome != "caught" for row in rows) or bool(alarms["alarms"])
     code = ExitCode.FAIL if bad else ExitCode.PASS
     made = evidence.FaultsEvidence(
@@ -214,7 +215,11 @@ def in_child(work: Callable[..., dict[str, Any]], *arguments: Any, **_: Any) -> 
     ours, theirs = context.Pipe(duplex=False)
 
     def body() -> None:
+        import torch
+
         try:
+            if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - there is no public way to ask
+                raise RuntimeError("CUDA was in use before the fork, so it can't be used after it")
             theirs.send(("done", work(*arguments)))
         except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
             theirs.send(("failed", f"{type(error).__name__}: {error}"))

@@ -311,7 +311,7 @@ def perf(
     where = find_device(device)
     gpu = where.startswith("cuda")
 
-    def serving(progress: run.Progress) -> Any:
+    def serving(said: run.Progress) -> Any:
         try:
             from ppl.serving import Load, compare, options_of
         except ModuleNotFoundError as e:
@@ -324,7 +324,10 @@ def perf(
             repeats=repeats,
         )
         asked = options_of(model, tp, dcp, context.args)
-        return compare(asked, load, out / "serving", fused=route, progress=progress)
+        return compare(asked, load, out / "serving", fused=route, progress=said)
+
+    def progress(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
 
     made = run.run(
         run.Asked(
@@ -338,7 +341,7 @@ def perf(
             only=dict(map(tail.sizes, size or ())),
             serving=serving if not part or "serving" in part else None,
         ),
-        lambda line: sys.stderr.write(f"{line}\n"),
+        progress,
     )
     document.show(report.blocks(made), sys.stdout)
     sys.stdout.write(f"in {out / 'perf.json'} and {out / 'perf.md'}\n")

@@ -82,7 +82,7 @@ def examine() -> Machine:
     """Look at this machine."""
     import torch
 
-    gpus = ()
+    gpus: tuple[str, ...] = ()
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         gpus = tuple(torch.cuda.get_device_properties(i).name for i in range(count))
@@ -314,7 +314,8 @@ def texts() -> Iterator[Check]:
     except ModuleNotFoundError as e:
         yield Check("S", "texts", LACKING, f"no module {e.name}", "pip install 'bytegate[ppl]'")
         return
-    there, broken = [], []
+    there: list[str] = []
+    broken: list[str] = []
     for text in manifest.text:
         archive = manifest.archive_of(text)
         paths = [cache.part_path(archive, part) for part in text.part]

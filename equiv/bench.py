@@ -2,7 +2,7 @@
 
 ``equiv`` counts structured cases a second on one core, everything on (drawing, arena, both colours,
 hashes, oracle, comparison), for the candidate ``inductor``, and runs the same cases as one
-parametrised pytest item each beside it.
+parametrised pytest item each beside it. ``pack`` times a kernel on a GPU (``equiv.perf.pack``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -194,6 +195,51 @@ def loop(
     from equiv.loop.bench import report
 
     sys.stdout.write(report(cases))
+
+
+@app.command()
+def pack(
+    candidate: Annotated[str, typer.Option(help="Candidate to time.")] = "triton",
+    rival: Annotated[str, typer.Option(help="Candidate to compare it with.")] = "vllm",
+    pair: Annotated[str, typer.Option(help="Registered op pair.")] = "kvpack",
+    device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+    library: Annotated[str | None, typer.Option(help="File with the rival's ops.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Sizes, such as T=1,65536. May be repeated.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=5, help="Runs of a cell.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for JSON and Markdown.")] = Path("out/bench"),
+) -> None:
+    """Time a kernel on a GPU beside another, the stock ops and a copy; worst ratio first."""
+    from equiv import document
+    from equiv.evidence import check_folder
+    from equiv.perf import pack as bench_pack
+
+    check_folder(out)
+    made = bench_pack.run(
+        load_pair(pair),
+        candidate=candidate,
+        rival=rival,
+        device=device,
+        library=library,
+        only=dict(map(_sizes, only or [])),
+        command=shlex.join(["python", "-m", "equiv.bench", *sys.argv[1:]]),
+        repetitions=runs,
+        progress=lambda line: sys.stderr.write(f"{line}\n"),
+    )
+    document.show(bench_pack.blocks(made), sys.stdout)
+    data, text = bench_pack.write(made, out)
+    sys.stdout.write(f"in {data} and {text}\n")
+    raise typer.Exit(int(made.exit_code))
+
+
+def _sizes(text: str) -> tuple[str, list[int]]:
+    """Read ``T=1,65536``."""
+    name, _, values = text.partition("=")
+    try:
+        return name, [int(value) for value in values.split(",")]
+    except ValueError:
+        raise UsageError(f"--only {text!r}: expected a dimension and sizes, as T=1,65536") from None
 
 
 @app.command()

@@ -3,6 +3,7 @@
     BytegateError
     ├── UsageError           exit 2: bad option, name, file or case
     ├── DoesNotFit          a case too large for the device: its lane isn't covered
+    ├── NotCovered          exit 4: this machine can't run what was asked for
     └── WorkerError         exit 4: the suite's own worker can't do its job
 
 Every message is one line: what was wrong, what was expected, what to do.
@@ -46,6 +47,10 @@ class UsageError(BytegateError):
 
 class DoesNotFit(BytegateError):
     """A case needs more memory than the device has left."""
+
+
+class NotCovered(BytegateError):
+    """What was asked for needs something that this machine doesn't have."""
 
 
 class WorkerError(BytegateError):

@@ -234,6 +234,12 @@ STATES = ("passed", "failed", "not covered")
 
 def contradictions(made: Any) -> list[str]:
     """Say what in evidence can't be true together: verdicts and exit codes, counts and sums."""
+    own = getattr(made, "contradictions", None)  # evidence of another kind has rules of its own
+    found: list[str] = own() if own is not None else _contradictions(made)
+    return found
+
+
+def _contradictions(made: Any) -> list[str]:
     wrong = []
     if VERDICTS.get(made.verdict) != made.exit_code:
         wrong.append(f"verdict {made.verdict!r} with exit_code {made.exit_code}")

@@ -157,6 +157,20 @@ class KVPack:
         """Return T * H."""
         return int(point["T"] * point["H"])
 
+    def bytes_moved(self, point: Point) -> int:
+        """Return the fewest bytes that pass through memory: each read once, each written once.
+
+        In 16-bit mode v stays where it is, and its half of ``kv_nope`` isn't read.
+        """
+        written = (stock.NOPE + point["rope"]) * self.rows(point)
+        size = 1 if point["pe"] == "e4m3" else 2
+        k_pe = point["T"] * point["rope"] * size
+        if point["fp8"]:
+            return int(
+                KV_COLUMNS * self.rows(point) * 2 + k_pe + written + stock.V * self.rows(point)
+            )
+        return int(stock.NOPE * self.rows(point) * 2 + k_pe + written * 2)
+
     def rows_per_pass(self, multiprocessors: int) -> Sequence[int]:
         """Return where one grid pass ends: SMs x 128 rows, and the block of 16 rows."""
         return (16, multiprocessors * ROWS_PER_SM)

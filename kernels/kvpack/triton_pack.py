@@ -9,9 +9,18 @@ and a NaN becomes ``7F`` whatever its sign (``cvt.rn.satfinite.e4m3x2``, PTX ISA
 On a CPU it runs under Triton's interpreter, which converts wrongly: to
 ``oracle.encode_e4m3_as_interpreter``, exactly. There it proves layout and indexing.
 
-A program packs ``ROWS`` (token, head) rows, loads everything before it stores anything, and offsets
-are 64-bit. No alignment is promised to the compiler: Triton specialises on the pointers and
-strides of the call, so a misaligned operand is slow and right.
+A program packs some (token, head) rows: it loads everything, and then stores everything. It moves
+what it must, 832 bytes a row in fp8 and 640 in 16 bits, and device memory bounds it: on an H200 the
+bandwidth of a copy, a little more in fp8, where 5 bytes in 13 are written, and a little less in 16
+bits, where 3 in 5 are, and writes are dearer than reads (``docs/results/pack-h200.md``).
+
+- Offsets are 64-bit. No alignment is promised to the compiler: Triton specialises on the pointers
+  and strides of the call, so a misaligned operand is slow and right.
+- Operands are read past L1 (``.cg``): nothing but k_pe is read twice, and that by neighbours.
+- From compute capability 9.0 on it is a programmatic dependent launch: it is set up while its
+  predecessor ends, and waits for that before its first access (``griddepcontrol.wait``). After its
+  loads it lets a successor be set up; one that is launched so must wait in the same way, and any
+  other starts when this kernel has ended.
 
 Importing this module imports Triton, or raises ``Unavailable``.
 """
@@ -19,6 +28,8 @@ Importing this module imports Triton, or raises ``Unavailable``.
 from __future__ import annotations
 
 import contextlib
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,11 +48,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ROWS = 4
-"""Rows of a program on CUDA, measured on an H200."""
+LARGE_ROWS = 1 << 18
+"""Rows beyond which a launch takes so long that its start and end don't matter."""
 _INTERPRETED_ROWS = 512  # a program costs milliseconds in the interpreter, however small
 _INT32_ROWS = 2**31 - _INTERPRETED_ROWS
 _FP8_CAPABILITY = (8, 9)
+_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 _launches = 0
 
 
@@ -56,11 +68,13 @@ def _pack(
     kv_token,
     kv_head,
     pe_token,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     INDEX: tl.constexpr,
     WRITE_V: tl.constexpr,
+    WAIT: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
-    row = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None]
     token = row // heads
     head = (row - token * heads).to(tl.int64)
@@ -69,16 +83,41 @@ def _pack(
     half = tl.arange(0, 128)[None, :]
     rope = tl.arange(0, 64)[None, :]
     source = kv_ptr + (token * kv_token + head * kv_head)[:, None]
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
     k_nope = tl.load(source + half, mask=inside, cache_modifier=".cg")
     if WRITE_V:
         value = tl.load(source + 128 + half, mask=inside, cache_modifier=".cg")
     k_pe = tl.load(pe_ptr + (token * pe_token)[:, None] + rope, mask=inside, cache_modifier=".cg")
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     key = k_ptr + row * 192
     out = k_ptr.dtype.element_ty
-    tl.store(key + half, k_nope.to(out), mask=inside, cache_modifier=".cs")
-    tl.store(key + 128 + rope, k_pe.to(out), mask=inside, cache_modifier=".cs")
+    tl.store(key + half, k_nope.to(out), mask=inside)
+    tl.store(key + 128 + rope, k_pe.to(out), mask=inside)
     if WRITE_V:
-        tl.store(v_ptr + row * 128 + half, value.to(out), mask=inside, cache_modifier=".cs")
+        tl.store(v_ptr + row * 128 + half, value.to(out), mask=inside)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a launch is cut up: rows of a program, its warps, and whether it triggers early.
+
+    Chosen on an H200 out of 97 combinations. Programs of one warp can't trigger early without loss.
+    """
+
+    rows: int
+    warps: int
+    trigger: bool
+
+
+_LARGE_FP8 = Shape(4, 1, trigger=False)
+_OTHER = Shape(16, 8, trigger=True)
+
+
+def shape(rows: int, *, use_fp8: bool) -> Shape:
+    """Return how ``rows`` (token, head) rows are cut up on CUDA."""
+    return _LARGE_FP8 if use_fp8 and rows > LARGE_ROWS else _OTHER
 
 
 def load(device: str, library: str | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -176,10 +215,14 @@ def _launch(kv_nope: Tensor, k_pe: Tensor, k: Tensor, v: Tensor, *, use_fp8: boo
     global _launches  # noqa: PLW0603  # a process-wide count is what it is
     tokens, heads, _ = kv_nope.shape
     rows = tokens * heads
-    block = min(_INTERPRETED_ROWS, triton.next_power_of_2(rows)) if interpreted() else ROWS
     on_device = torch.cuda.device(kv_nope.device) if kv_nope.is_cuda else contextlib.nullcontext()
+    wait = kv_nope.is_cuda and _waits(kv_nope.device)
+    cut = shape(rows, use_fp8=use_fp8)
+    if interpreted():
+        block = min(_INTERPRETED_ROWS, triton.next_power_of_2(rows))
+        cut = Shape(block, 1, trigger=False)
     with on_device:
-        _pack[(triton.cdiv(rows, block),)](
+        _pack[(triton.cdiv(rows, cut.rows),)](
             kv_nope,
             k_pe,
             k,
@@ -189,9 +232,18 @@ def _launch(kv_nope: Tensor, k_pe: Tensor, k: Tensor, v: Tensor, *, use_fp8: boo
             kv_nope.stride(0),
             kv_nope.stride(1),
             k_pe.stride(0),
-            BLOCK=block,
+            ROWS=cut.rows,
             INDEX=tl.int32 if rows < _INT32_ROWS else tl.int64,
             WRITE_V=use_fp8,
-            num_warps=1 if use_fp8 else 2,
+            WAIT=wait,
+            TRIGGER=wait and cut.trigger,
+            num_warps=cut.warps,
+            **({"launch_pdl": True} if wait else {}),
         )
     _launches += 1
+
+
+@functools.cache
+def _waits(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch."""
+    return torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH_CAPABILITY

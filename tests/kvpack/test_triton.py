@@ -234,14 +234,22 @@ def test_load_without_cuda() -> None:
         triton_pack.load("cuda")
 
 
-def instructions(dtype: str, *, aligned: bool) -> collections.Counter[str]:
-    """Compile the fp8 kernel for sm_90, which takes no GPU; count conversions, loads, stores."""
+def ptx(dtype: str, *, aligned: bool = True, rows: int = 1 << 20, fp8: bool = True) -> str:
+    """Compile the kernel for sm_90, which takes no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    pointers = {"kv_ptr": dtype, "pe_ptr": dtype, "k_ptr": "fp8e4nv", "v_ptr": "fp8e4nv"}
+    cut = triton_pack.shape(rows, use_fp8=fp8)
+    out = "fp8e4nv" if fp8 else dtype
+    pointers = {"kv_ptr": dtype, "pe_ptr": dtype, "k_ptr": out, "v_ptr": out}
     integers = ("rows", "heads", "kv_token", "kv_head", "pe_token")
-    constants = {"BLOCK": triton_pack.ROWS, "INDEX": tl.int32, "WRITE_V": True}
+    constants = {
+        "ROWS": cut.rows,
+        "INDEX": tl.int32,
+        "WRITE_V": fp8,
+        "WAIT": True,
+        "TRIGGER": cut.trigger,
+    }
     source = ASTSource(
         fn=triton_pack._pack,
         signature={name: f"*{kind}" for name, kind in pointers.items()}
@@ -250,32 +258,54 @@ def instructions(dtype: str, *, aligned: bool) -> collections.Counter[str]:
         constexprs=constants,
         attrs={(place,): [["tt.divisibility", 16]] for place in (0, 1, 2, 3, 6, 7, 8) if aligned},
     )
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton_pack.triton.compile(source, target=target, options={"num_warps": 1})
-    found = re.findall(r"\b(?:cvt|ld\.global|st\.global)\.[\w.:]+", compiled.asm["ptx"])
-    return collections.Counter(found)
+    options = {"num_warps": cut.warps, "launch_pdl": True}
+    compiled = triton_pack.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return str(compiled.asm["ptx"])
+
+
+def instructions(text: str) -> collections.Counter[str]:
+    """Count conversions, loads and stores."""
+    return collections.Counter(re.findall(r"\b(?:cvt|ld\.global|st\.global)\.[\w.:]+", text))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted")
+@pytest.mark.parametrize("rows", [1, 1 << 20])
 @pytest.mark.parametrize(("dtype", "source"), [("bf16", "f32"), ("fp16", "f16x2")])
-def test_the_conversion_is_one_saturating_instruction(dtype: str, source: str) -> None:
+def test_the_conversion_is_one_saturating_instruction(dtype: str, source: str, rows: int) -> None:
     # Rounding twice, as through float16, would show as another cvt. bf16 to f32 is exact.
-    conversions = {name for name in instructions(dtype, aligned=True) if "e4m3" in name}
-    assert conversions == {f"cvt.rn.satfinite.e4m3x2.{source}"}
-    narrowing = {
-        name for name in instructions(dtype, aligned=True) if name.startswith("cvt.rn.f16")
-    }
-    assert not narrowing
+    found = instructions(ptx(dtype, rows=rows))
+    assert {name for name in found if "e4m3" in name} == {f"cvt.rn.satfinite.e4m3x2.{source}"}
+    assert not {name for name in found if name.startswith("cvt.rn.f16")}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted")
-def test_vectors_only_where_the_call_is_aligned() -> None:
-    # 4 rows of 512 bytes and 128 of rope, by 32 lanes of 16 bytes: 5 loads.
-    aligned = instructions("bf16", aligned=True)
-    assert aligned["ld.global.cg.v4.b32"] == 5
-    assert not [
-        name for name in instructions("bf16", aligned=False) if ".v2." in name or ".v4." in name
-    ]
+@pytest.mark.parametrize(
+    ("rows", "fp8", "wide"),
+    [
+        # 16-byte loads of a lane: 4 rows of 512 bytes and 128 of rope by 32 lanes; 16 rows by 256,
+        # where the rope of a lane is 8 bytes; and without v
+        (1 << 20, True, 5),
+        (1, True, 2),
+        (1, False, 1),
+    ],
+)
+def test_vectors_only_where_the_call_is_aligned(rows: int, wide: int, *, fp8: bool) -> None:
+    assert instructions(ptx("bf16", rows=rows, fp8=fp8))["ld.global.cg.v4.b32"] == wide
+    apart = instructions(ptx("bf16", rows=rows, fp8=fp8, aligned=False))
+    assert not [name for name in apart if ".v2." in name or ".v4." in name]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [1, 1 << 20])
+def test_a_dependent_launch_waits_before_it_reads(rows: int, *, fp8: bool) -> None:
+    text = ptx("bf16", rows=rows, fp8=fp8)
+    wait, load = text.index("griddepcontrol.wait"), text.index("ld.global")
+    assert wait < load
+    trigger = text.find("griddepcontrol.launch_dependents")
+    assert (trigger > 0) == triton_pack.shape(rows, use_fp8=fp8).trigger
+    if trigger > 0:
+        assert text.rindex("ld.global") < trigger < text.index("st.global")
 
 
 @pytest.mark.gpu
@@ -300,12 +330,18 @@ def test_shapes_on_cuda(
     assert_packs(kv_bits, pe_bits, "bf16", fp8=fp8, device="cuda")
     monkeypatch.setattr(triton_pack, "_INT32_ROWS", 0)
     assert_packs(kv_bits, pe_bits, "bf16", fp8=fp8, device="cuda")
+    monkeypatch.setattr(triton_pack, "LARGE_ROWS", 0)
+    assert_packs(kv_bits, pe_bits, "bf16", fp8=fp8, device="cuda")
 
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("offset", range(9))
-def test_every_alignment_on_cuda(offset: int) -> None:
+def test_every_alignment_on_cuda(
+    offset: int, monkeypatch: pytest.MonkeyPatch, *, large: bool
+) -> None:
+    monkeypatch.setattr(triton_pack, "LARGE_ROWS", 0 if large else 1 << 18)
     base = torch.randn(33 * 12 * 256 + offset, device="cuda").bfloat16()
     rope = torch.randn(33, 576, device="cuda").bfloat16()
     kv_nope, k_pe = base[offset:].view(33, 12, 256), rope[:, None, 512 - offset : 576 - offset]

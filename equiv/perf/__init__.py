@@ -1,0 +1,1 @@
+"""How long things take: device timing, and the benchmarks made of it."""

@@ -83,6 +83,8 @@ def run_candidate(
             proof: dict[str, Any] = {}
             if not options.drawn_only:
                 proof = _proof(worker, made, _fused_names(pair))
+                if spec.environment:
+                    proof["environment"] = dict(spec.environment)
             for lane in options.lanes:
                 plan = made.plan(lane)
                 if options.drawn_only:

@@ -79,7 +79,7 @@ def equiv_blocks(made: EquivEvidence) -> Iterator[Block]:
 def verdict_sentence(made: EquivEvidence) -> str:
     """Say what the verdict is about, in one line."""
     lanes = [x for c in made.candidates for x in c.lanes]
-    ran = [c.name for c in made.candidates if c.lanes]
+    ran = [_how(c) for c in made.candidates if c.lanes]
     findings = sum(len(x.findings) for x in lanes)
     amount = (
         f"{sum(x.cases for x in lanes):,} cases, {_gigabytes(lanes)} GB compared "
@@ -103,8 +103,14 @@ def verdict_sentence(made: EquivEvidence) -> str:
     return f"{head}{_and(ran)} {verb} the reference's bytes{but}; {amount}"
 
 
+def _how(c: Candidate) -> str:
+    """Name a candidate, with the environment that makes another kernel of it on this device."""
+    set_ = [f"{k}={v}" for k, v in c.proof.get("environment", {}).items()]
+    return f"{c.name} (under {', '.join(set_)})" if set_ else c.name
+
+
 def _candidate(c: Candidate) -> Iterator[Block]:
-    yield Heading(c.name, 2, c.state)
+    yield Heading(_how(c), 2, c.state)
     facts: list[tuple[str, str | tuple[str]]] = []
     if c.reason:
         facts.append(("why", c.reason))

@@ -291,3 +291,13 @@ def test_a_layer_is_hooked_when_its_module_is_imported_later(
     assert late_layers.Layer.__init__.__wrapped__.__name__ == "__init__"
     assert not hasattr(late_layers.Layer.__init__.__wrapped__, "__wrapped__")
     monkeypatch.delitem(sys.modules, "late_layers")
+
+
+def test_both_takes_a_pack_of_ones_own() -> None:
+    settings = Settings.read({"BYTEGATE_ROUTE": "both:kvroute.packs:cat_pack"})
+    assert settings.route == "both:kvroute.packs:cat_pack"
+    made = decide.decide(settings.route, dcp_size=2, keyword="kv_pack", environ={})
+    assert (made.both, made.packs) == (True, True)
+    assert not decide.decide("both2:x", dcp_size=2, keyword="kv_pack", environ={}).both
+    with pytest.raises(RouteError, match="module:function"):
+        Settings.read({"BYTEGATE_ROUTE": "both:"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +333,31 @@ def test_every_lane_has_least_counts() -> None:
     base = LoopCase("x", 2, 0, 1, 16, 1, 32, ((1, 1),))
     for lane in lanes.LANES[:-2]:
         assert lanes.plan(lane, base, dims="small").least
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "kind", "detail"),
+    [
+        ("bad_packs:late", "divergence", "loop calls gave other bytes with the pack"),
+        ("bad_packs:raises", "raised", "ValueError: this pack gives up"),
+        ("bad_packs:stock", "", ""),
+    ],
+)
+def test_the_engine_lane_runs_the_pack_that_was_asked_for(
+    name: str, kind: str, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(folder)
+    made = api.run_loop(
+        api.LoopRequest(pack=name, lanes=("engine",), out=tmp_path, profile="dev", device="cpu")
+    )
+    found = made.lanes[0].findings
+    assert [f.kind for f in found] == ([kind] if kind else [])
+    assert (made.verdict, made.exit_code) == (("FAIL", 1) if kind else ("PASS", 0))
+    if kind:
+        assert detail in found[0].detail
+        assert found[0].repro == (
+            f"bytegate loop --lane engine --seed 0 --profile dev --pack {name}"
+        )

@@ -98,13 +98,14 @@ def moved(
     of ``other``. At most ``at_most`` chunks are looked at, evenly spread.
     """
     rng = np.random.Generator(np.random.Philox(SEED))
-    starts = np.arange(budget, min(len(ids), MOST) - budget + 1, budget)
+    starts = np.arange(budget, min(len(ids), MOST) - budget // 2, budget)
     starts = starts[np.unique(np.linspace(0, len(starts) - 1, at_most).astype(int))]
     lost = []
     for s in starts:
         context = rng.permutation(ids[:s]) if other is None else other[:s]
-        found = nats(network, np.concatenate([context, ids[s : s + budget]]))
-        lost.append((found[s - 1 :] - scores[s - 1 : s - 1 + budget]).mean())
+        exposed = ids[s : min(s + budget, MOST)]
+        found = nats(network, np.concatenate([context, exposed]))
+        lost.append((found[s - 1 :] - scores[s - 1 : s - 1 + len(exposed)]).mean())
     return float(np.mean(lost))
 
 
@@ -116,6 +117,8 @@ def evaluate(
     names = list(texts)
     for i, name in enumerate(names):
         ids = texts[name]
+        if len(ids) < LEAST:
+            raise PplError(f"text {name}: {len(ids):,} bytes; expected at least {LEAST:,}")
         scores = nats(network, ids[:MOST])
         cut = scores[: wanted_tokens(name, LEAST, MOST) - 1]
         row = {"bits_per_byte": float(cut.mean() / np.log(2)), **by_window(scores)}

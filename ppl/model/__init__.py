@@ -30,9 +30,9 @@ def folder() -> Path:
     return Path(__file__).parent
 
 
-def sha256() -> str:
-    """Return the SHA-256 of the weights' file: which model this is."""
-    with (folder() / WEIGHTS).open("rb") as f:
+def sha256(of: Path | None = None) -> str:
+    """Return the SHA-256 of the weights' file: which model this is; by default our own."""
+    with ((of or folder()) / WEIGHTS).open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 

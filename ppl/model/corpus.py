@@ -1,7 +1,7 @@
-"""What the small model is trained on: fetched by digest, prepared, and held against what is scored.
+"""What the small model is trained on: fetched by digest, prepared, held against what is scored.
 
-``python -m ppl.model.corpus --out FOLDER`` leaves a folder that ``ppl.model.train`` takes, also on a
-machine that has neither a network nor the packages that fetching needs::
+``python -m ppl.model.corpus --out FOLDER`` leaves a folder that ``ppl.model.train`` takes, also on
+a machine that has neither a network nor the packages that fetching needs::
 
     SOURCE.bin     a source's documents as UTF-8, a byte 255 after each
     corpus.json    the sources in order, with their bytes, digests and weights
@@ -48,8 +48,8 @@ class Source(_Frozen):
     Attributes
     ----------
     include, exclude : patterns of paths inside the archive, as ``PurePath.match`` reads them.
-    form : ``"text"``; ``"scripture"``, JSON of books, chapters and verses; or ``"strings"``, JSON
-        of headings with HTML below them.
+    form : ``"text"``; ``"scripture"``, JSON of books, chapters and verses; ``"strings"``, JSON of
+        headings with HTML below them; or ``"play"``, a play to be set in another layout, with tabs.
     skip : chapters of scripture that are left out.
     weight : how often a byte of it is drawn in training, against the others.
     size_bytes, sha256 : of the source prepared.
@@ -64,7 +64,7 @@ class Source(_Frozen):
     archive: manifest.Name
     include: tuple[str, ...] = Field(min_length=1)
     exclude: tuple[str, ...] = ()
-    form: Literal["text", "scripture", "strings"] = "text"
+    form: Literal["text", "scripture", "strings", "play"] = "text"
     skip: tuple[str, ...] = ()
     weight: float = Field(default=1.0, gt=0)
     size_bytes: int = Field(alias="bytes", ge=0)
@@ -125,6 +125,8 @@ def prepare(source: Source, archive: Path) -> bytes:
                 text = _scripture(json.loads(text), source.skip)
             elif source.form == "strings":
                 text = _strings(json.loads(text))
+            elif source.form == "play":
+                text = _play(text)
         except (ValueError, KeyError, TypeError) as e:
             raise TextError(f"{what}: not of the form {source.form!r}: {e!r}") from None
         documents.append(text.encode() + SEPARATOR)
@@ -172,6 +174,33 @@ def _strings(found: Any, heading: str = "") -> str:
     text = re.sub(r"<br\s*/?>|</p>", "\n", found)
     text = re.sub(r"[ \t]*\n\s*", "\n", html.unescape(re.sub(r"<[^>]*>", "", text))).strip()
     return f"{heading}: {text}\n" if heading else f"{text}\n"
+
+
+def _play(text: str) -> str:
+    """Set a play as older electronic editions do: the speaker in capitals, a tab before each line.
+
+    A speech is a paragraph whose first line is a name alone; a person of the list in front is a
+    line ``Name, who that is``. Both become ``NAME<tab>...``.
+    """
+    begins = re.search(r"^(ACT I\b|INDUCTION|PROLOGUE)", text, re.MULTILINE)
+    front, rest = (text[: begins.start()], text[begins.start() :]) if begins else ("", text)
+    front = re.sub(
+        r"^([A-Z][\w' -]{0,30}), +(?=\w)", lambda m: f"{m[1].upper()}\t", front, flags=re.MULTILINE
+    )
+    set_anew = []
+    for paragraph in re.split(r"\n{2,}", rest):
+        first, _, lines = paragraph.partition("\n")
+        scene = re.fullmatch(r"(SCENE [IVX\d]+)\.? *(.*)", paragraph, re.DOTALL | re.IGNORECASE)
+        if scene:
+            set_anew.append(f"{scene[1].upper()}\t{scene[2]}".replace("\n", "\n\t"))
+        elif lines and re.fullmatch(r"[A-Z0-9][\w '&-]{0,30}\.?", first):
+            speech = lines.replace("\n", "\n\t")
+            set_anew.append(f"{first.rstrip('.').upper()}\t{speech}")
+        elif re.fullmatch(r"ACT [IVX]+\.?", paragraph):
+            set_anew.append(f"\n{paragraph.rstrip('.')}\n")
+        else:
+            set_anew.append("\t" + paragraph.replace("\n", "\n\t"))
+    return front + "\n\n".join(set_anew)
 
 
 # -- the folder ----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from equiv.errors import UsageError
 from equiv.files import write_whole
 from ppl.errors import PplError
 from ppl.model import folder as own_folder
+from ppl.model import sha256
 from ppl.model.network import Network, load
 from texts.cut import LEAST, MOST, wanted_tokens
 
@@ -31,6 +32,10 @@ MOST_BITS = 2.5
 """What an English text may cost a byte."""
 MOST_RATIO = 1.15
 """What a window may cost against the median of its text's windows."""
+BUDGET = 512
+"""Tokens of a chunk, as in ``kvroute.serve``'s CPU servers."""
+CONTEXT = 8192
+"""Bytes over which a context's weight is measured: about what those servers take."""
 STRIDE = 64
 """Bytes between two windows, where all of them are looked at rather than those side by side."""
 SEED = 7
@@ -87,7 +92,7 @@ def moved(
     ids: npt.NDArray[np.uint8],
     scores: Nats,
     *,
-    budget: int,
+    budget: int = BUDGET,
     other: npt.NDArray[np.uint8] | None = None,
     at_most: int = 8,
 ) -> float:
@@ -98,21 +103,34 @@ def moved(
     of ``other``. At most ``at_most`` chunks are looked at, evenly spread.
     """
     rng = np.random.Generator(np.random.Philox(SEED))
-    starts = np.arange(budget, min(len(ids), MOST) - budget // 2, budget)
+    starts = np.arange(budget, len(ids) - budget // 2, budget)
     starts = starts[np.unique(np.linspace(0, len(starts) - 1, at_most).astype(int))]
     lost = []
     for s in starts:
         context = rng.permutation(ids[:s]) if other is None else other[:s]
-        exposed = ids[s : min(s + budget, MOST)]
+        exposed = ids[s : s + budget]
         found = nats(network, np.concatenate([context, exposed]))
         lost.append((found[s - 1 :] - scores[s - 1 : s - 1 + len(exposed)]).mean())
     return float(np.mean(lost))
 
 
 def evaluate(
-    network: Network, texts: Mapping[str, npt.NDArray[np.uint8]], *, context: bool = True
+    network: Network,
+    texts: Mapping[str, npt.NDArray[np.uint8]],
+    *,
+    context: int = CONTEXT,
+    long: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the figures of each text: over its cut, over 36,000 bytes, and over all there are."""
+    """Return the figures of each text: over its cut, and over its first 36,000 bytes by windows.
+
+    The context's weight is measured over the first ``context`` bytes; texts named in ``long`` are
+    also scored as far as they go.
+
+    Raises
+    ------
+    PplError : a text is too short.
+
+    """
     found: dict[str, Any] = {}
     names = list(texts)
     for i, name in enumerate(names):
@@ -121,18 +139,18 @@ def evaluate(
             raise PplError(f"text {name}: {len(ids):,} bytes; expected at least {LEAST:,}")
         scores = nats(network, ids[:MOST])
         cut = scores[: wanted_tokens(name, LEAST, MOST) - 1]
-        row = {"bits_per_byte": float(cut.mean() / np.log(2)), **by_window(scores)}
+        row = {
+            "bits_per_byte": float(cut.mean() / np.log(2)),
+            **by_window(scores),
+            "afresh": afresh(network, ids),
+        }
         if context:
-            other = texts[names[i - 1]]
-            row["afresh"] = afresh(network, ids)
-            row["shuffled_512_nats"] = moved(network, ids, scores, budget=512)
-            row["shuffled_16384_nats"] = moved(network, ids, scores, budget=16_384)
-            row["other_512_nats"] = moved(network, ids, scores, budget=512, other=other)
-            row["other_16384_nats"] = moved(network, ids, scores, budget=16_384, other=other)
-            if len(ids) > 2 * MOST:
-                long = windows(nats(network, ids))
-                row["long_bytes"] = len(ids)
-                row["long_windows"] = [round(float(b), 4) for b in long]
+            near, other = ids[:context], texts[names[i - 1]]
+            row["shuffled_nats"] = moved(network, near, scores)
+            row["other_nats"] = moved(network, near, scores, other=other)
+        if name in long:
+            far = windows(nats(network, ids))
+            row["long_windows"] = [round(float(b), 4) for b in far]
         found[name] = row
         sys.stderr.write(
             f"{name}: {row['bits_per_byte']:.3f} bits a byte, worst window {row['worst_ratio']:.3f}"
@@ -162,13 +180,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", type=Path, required=True, help="folder with TEXT.bin files")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--no-context", action="store_true", help="only bits a byte and windows")
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, metavar="BYTES", help="0: don't measure its weight"
+    )
+    parser.add_argument("--long", action="append", default=[], metavar="TEXT", help="score it all")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only these")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
     try:
+        texts = read(options.texts)
+        unknown = sorted({*options.only, *options.long} - set(texts))
+        if unknown:
+            raise PplError(f"no text {unknown[0]!r}; expected one of {', '.join(texts)}")
         dtype = getattr(torch, options.dtype)
         network = load(options.model, device=options.device, dtype=dtype)
-        figures = evaluate(network, read(options.texts), context=not options.no_context)
+        figures = {
+            "weights_sha256": sha256(options.model),
+            "dtype": options.dtype,
+            "device": options.device,
+            "torch": torch.__version__,
+            "texts": evaluate(
+                network,
+                {n: t for n, t in texts.items() if n in options.only or not options.only},
+                context=options.context,
+                long=options.long,
+            ),
+        }
         if options.out:
             write_whole(options.out, (json.dumps(figures, indent=1) + "\n").encode())
     except UsageError as e:

@@ -79,6 +79,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` scaled, in its own dtype."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (scaled * self.weight).to(x.dtype)
@@ -109,6 +110,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * s.v_head_dim, s.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return what the heads add to the residual stream."""
         s = self.shape
         heads = s.num_attention_heads
         q = self.q_proj(x).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -125,10 +127,12 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention; ``q``, ``k`` ``[B, H, T, 192]``, ``v`` ``[B, H, T, 128]``.
 
-    Zeros widen the value to the key's width, which is what PyTorch's fast kernels ask for.
+    cuDNN takes a value that is narrower than the key. PyTorch's other fast kernels don't, and
+    without one a long text needs ``T * T`` scores in memory: there zeros widen the value.
     """
     width = v.shape[-1]
-    v = functional.pad(v, (0, k.shape[-1] - width))
+    if not (q.is_cuda and q.dtype in {torch.bfloat16, torch.float16}):
+        v = functional.pad(v, (0, k.shape[-1] - width))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)[..., :width]
 
 
@@ -142,6 +146,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -157,6 +162,7 @@ class Layer(nn.Module):
         self.mlp = MLP(s)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the residual stream behind the layer."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -182,6 +188,7 @@ class Network(nn.Module):
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of the token after each, ``[B, T, 260]``."""
         cos, sin = self.angles(ids.shape[1], ids.device)
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:

@@ -1,8 +1,11 @@
-"""Train the small model: ``python -m ppl.model.train --corpus FOLDER --out FOLDER --device cuda``.
+"""Train the small model: ``python -m ppl.model.train --corpus FOLDER --out FOLDER``.
 
-Windows of the corpus are drawn at random, sources by their weights, first short ones and then ones
-as long as the texts that are scored. Everything that is drawn follows from the seed; kernels on a
-GPU may still add in another order, so two runs agree closely and not bit for bit.
+Windows of the corpus are drawn at random, sources by their weights. The stage ``main`` begins anew:
+short windows first, then ones as long as the texts that are scored. The stage ``layout`` continues
+from a model (``--start``) for a moment, on plays in a second layout among everything else.
+
+Everything that is drawn follows from the seed; kernels on a GPU may still add in another order, so
+two runs agree closely and not bit for bit.
 
 Needs torch, numpy and safetensors, and a corpus that ``ppl.model.corpus`` prepared.
 """
@@ -13,8 +16,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +32,17 @@ from equiv.errors import UsageError
 from equiv.files import write_whole
 from ppl.errors import PplError
 from ppl.model import BYTES, END, VOCABULARY
-from ppl.model.network import Network, Shape, save
+from ppl.model.network import Network, Shape, load, save
 
 SEED = 20260101
-RATE = 4e-3
-"""Peak learning rate, of both optimizers: Muon's is scaled to have the size of AdamW's steps."""
 WARMUP, HOLD = 0.02, 0.45
 """Shares of all tokens until which the rate rises, and from which it falls to 0 in a line."""
 DECAY = 0.1
 CLIP = 1.0
 HELD_OUT = 0.01
 """Share of each source, its end, that is not trained on."""
+HELD_OUT_WINDOWS = 8
+"""Windows of a source that are looked at in the end."""
 SAVE_S = 60.0
 SAY_S = 5.0
 
@@ -52,13 +56,39 @@ class Phase:
     steps: int
 
 
-PHASES = (Phase(2048, 64, 2000), Phase(40_960, 4, 300))
+@dataclass(frozen=True)
+class Stage:
+    """Phases under one schedule of the learning rate.
+
+    Attributes
+    ----------
+    rate : its peak. Muon's steps are scaled to the size of AdamW's, so one number does for both.
+    muon : Muon for the matrices of the layers and AdamW for the rest; or AdamW alone.
+    weights : in place of what the corpus says, of some sources.
+
+    """
+
+    phases: tuple[Phase, ...]
+    rate: float
+    muon: bool
+    weights: Mapping[str, float]
+
+
+STAGES = {
+    "main": Stage(
+        (Phase(2048, 64, 7000), Phase(40_960, 4, 480), Phase(102_400, 2, 40)),
+        rate=1e-2,
+        muon=True,
+        weights={"plays-tabs": 0.0},
+    ),
+    "layout": Stage((Phase(1024, 4, 60),), rate=5e-4, muon=False, weights={"plays-tabs": 8.0}),
+}
 
 
 class Corpus:
     """A prepared corpus on a device; a byte 255 in it is the token ``END``."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, weights: Mapping[str, float]) -> None:
         try:
             listed = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))["sources"]
             parts = [np.fromfile(folder / f"{s['id']}.bin", np.uint8) for s in listed]
@@ -71,7 +101,7 @@ class Corpus:
         self.kept: npt.NDArray[np.int64] = (sizes * (1 - HELD_OUT)).astype(np.int64)
         self.starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         self.sizes = sizes
-        self.weights = np.array([float(s["weight"]) for s in listed])
+        self.weights = np.array([float(weights.get(s["id"], s["weight"])) for s in listed])
         tokens = np.concatenate(parts).astype(np.int16)
         tokens[tokens == BYTES - 1] = END
         self.tokens = torch.from_numpy(tokens).to(device)
@@ -85,12 +115,12 @@ class Corpus:
         return self._cut(at, tokens)
 
     def held_out(self, tokens: int) -> dict[str, Tensor]:
-        """Return what isn't trained on, in whole windows, by source."""
+        """Return some of what isn't trained on, in whole windows, by source."""
         found = {}
         for name, start, kept, size in zip(
             self.names, self.starts, self.kept, self.sizes, strict=True
         ):
-            at = np.arange(start + kept, start + size - tokens, tokens)
+            at = np.arange(start + kept, start + size - tokens, tokens)[:HELD_OUT_WINDOWS]
             if at.size:
                 found[name] = self._cut(at, tokens)
         return found
@@ -108,15 +138,18 @@ def rate(done: float) -> float:
     return min(1.0, (1 - done) / (1 - HOLD))
 
 
-def optimizers(network: Network) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding, head and norms."""
+def optimizers(network: Network, stage: Stage) -> list[torch.optim.Optimizer]:
+    """Return what steps a network's parameters in a stage, each of them by one optimizer."""
     matrices = [p for p in network.model.layers.parameters() if p.ndim > 1]
     chosen = {id(p) for p in matrices}
     others = [p for p in network.parameters() if id(p) not in chosen]
-    return [
-        torch.optim.Muon(matrices, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=RATE, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
-    ]
+    adam = partial(torch.optim.AdamW, lr=stage.rate, betas=(0.9, 0.95), fused=True)
+    if not stage.muon:
+        return [adam(matrices, weight_decay=DECAY), adam(others, weight_decay=0.0)]
+    muon = torch.optim.Muon(
+        matrices, lr=stage.rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adam(others, weight_decay=0.0)]
 
 
 def loss_of(network: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
@@ -126,33 +159,32 @@ def loss_of(network: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
 
 
 def train(
+    network: Network,
     corpus: Corpus,
-    shape: Shape,
-    phases: Sequence[Phase],
+    stage: Stage,
     *,
     device: str,
     seed: int = SEED,
     compiled: bool = True,
     checkpoint: Callable[[Network], None] = lambda _: None,
-) -> tuple[Network, dict[str, Any]]:
-    """Return a trained network, and a record of the training."""
+) -> dict[str, Any]:
+    """Train a network in place, and return a record of it."""
     rng = np.random.Generator(np.random.Philox(seed))
-    network = Network(shape)
-    network.draw(torch.Generator().manual_seed(seed))
     network.to(device).train()
+    precision = partial(torch.autocast, device, torch.bfloat16, enabled=device == "cuda")
     forward: Any = torch.compile(network, dynamic=False) if compiled else network
-    steppers = optimizers(network)
-    whole = sum(p.tokens * p.windows * p.steps for p in phases)
+    steppers = optimizers(network, stage)
+    whole = sum(p.tokens * p.windows * p.steps for p in stage.phases)
     seen, record = 0, []
     begun = said = saved = time.monotonic()
-    for phase in phases:
+    for phase in stage.phases:
         started, total = time.monotonic(), torch.zeros((), device=device)
         for step in range(phase.steps):
             for stepper in steppers:
                 for group in stepper.param_groups:
-                    group["lr"] = RATE * rate(seen / whole)
+                    group["lr"] = stage.rate * rate(seen / whole)
             windows = corpus.windows(rng, phase.windows, phase.tokens)
-            with torch.autocast(device, torch.bfloat16):
+            with precision():
                 loss = loss_of(forward, windows)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)
@@ -180,13 +212,14 @@ def train(
         _say(begun, f"{phase.tokens} tokens: {speed / 1e6:.3f} M tokens/s")
     network.eval()
     bits = {}
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        for name, windows in corpus.held_out(phases[0].tokens).items():
+    with torch.no_grad(), precision():
+        for name, windows in corpus.held_out(stage.phases[0].tokens).items():
             bits[name] = float(loss_of(network, windows)) / float(np.log(2))
-    return network, {
+    return {
         "seed": seed,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "rate": stage.rate,
         "phases": record,
         "tokens": seen,
         "wall_s": time.monotonic() - begun,
@@ -209,6 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ppl.model.train", allow_abbrev=False)
     parser.add_argument("--corpus", type=Path, required=True, help="folder of ppl.model.corpus")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--stage", choices=STAGES, default="main")
+    parser.add_argument("--start", type=Path, help="a model to go on from; default: a new one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--no-compile", action="store_true", help="run PyTorch eagerly")
@@ -217,15 +252,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=_phase,
         action="append",
         metavar="TOKENSxWINDOWSxSTEPS",
-        help="one phase; may be given several times; default: those of the committed model",
+        help="one phase; may be given several times; default: those of the stage",
     )
     options = parser.parse_args(arguments)
     torch.set_float32_matmul_precision("high")
     try:
-        network, record = train(
-            Corpus(options.corpus, options.device),
-            Shape(),
-            options.phase or PHASES,
+        stage = STAGES[options.stage]
+        if options.phase:
+            stage = replace(stage, phases=tuple(options.phase))
+        corpus = Corpus(options.corpus, options.device, stage.weights)
+        if options.start:
+            network = load(options.start)
+        else:
+            network = Network(Shape())
+            network.draw(torch.Generator().manual_seed(options.seed))
+        record = train(
+            network,
+            corpus,
+            stage,
             device=options.device,
             seed=options.seed,
             compiled=not options.no_compile,

@@ -94,7 +94,7 @@ def moved(
     *,
     budget: int = BUDGET,
     other: npt.NDArray[np.uint8] | None = None,
-    at_most: int = 8,
+    at_most: int = 4,
 ) -> float:
     """Return how many nats a byte the exposed bytes lose when their context is another one.
 
@@ -118,13 +118,15 @@ def evaluate(
     network: Network,
     texts: Mapping[str, npt.NDArray[np.uint8]],
     *,
+    only: Sequence[str] = (),
     context: int = CONTEXT,
+    fresh: Sequence[str] = (),
     long: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the figures of each text: over its cut, and over its first 36,000 bytes by windows.
 
-    The context's weight is measured over the first ``context`` bytes; texts named in ``long`` are
-    also scored as far as they go.
+    The context's weight is measured over the first ``context`` bytes. Texts named in ``fresh`` are
+    also scored window by window with nothing before each, those in ``long`` as far as they go.
 
     Raises
     ------
@@ -134,6 +136,8 @@ def evaluate(
     found: dict[str, Any] = {}
     names = list(texts)
     for i, name in enumerate(names):
+        if only and name not in only:
+            continue
         ids = texts[name]
         if len(ids) < LEAST:
             raise PplError(f"text {name}: {len(ids):,} bytes; expected at least {LEAST:,}")
@@ -142,8 +146,9 @@ def evaluate(
         row = {
             "bits_per_byte": float(cut.mean() / np.log(2)),
             **by_window(scores),
-            "afresh": afresh(network, ids),
         }
+        if name in fresh:
+            row["afresh"] = afresh(network, ids)
         if context:
             near, other = ids[:context], texts[names[i - 1]]
             row["shuffled_nats"] = moved(network, near, scores)
@@ -183,13 +188,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--context", type=int, default=CONTEXT, metavar="BYTES", help="0: don't measure its weight"
     )
+    parser.add_argument("--fresh", action="append", default=[], metavar="TEXT", help="see afresh()")
     parser.add_argument("--long", action="append", default=[], metavar="TEXT", help="score it all")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only these")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
     try:
         texts = read(options.texts)
-        unknown = sorted({*options.only, *options.long} - set(texts))
+        unknown = sorted({*options.only, *options.fresh, *options.long} - set(texts))
         if unknown:
             raise PplError(f"no text {unknown[0]!r}; expected one of {', '.join(texts)}")
         dtype = getattr(torch, options.dtype)
@@ -201,8 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "torch": torch.__version__,
             "texts": evaluate(
                 network,
-                {n: t for n, t in texts.items() if n in options.only or not options.only},
+                texts,
+                only=options.only,
                 context=options.context,
+                fresh=options.fresh,
                 long=options.long,
             ),
         }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from equiv import environment
 from ppl import compare, stats, validity, verdict
 from ppl.compare import Compared, Run
 from ppl.errors import PplError
@@ -64,9 +65,10 @@ def compare_stored(
         raise PplError(f"margin {margin}: expected a positive number of nats")
     found = gather(folders)
     records = [r for _, r in found.values()]
-    return judge(
+    made = judge(
         records, lambda r: found[r.key.text, r.run][0].values(r), claim=claim, margin=margin
     )
+    return made.model_copy(update={"suite": environment.suite()})
 
 
 def judge(

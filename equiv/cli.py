@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from equiv.command import run_app
+from equiv.gate.cli import gate_app
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
@@ -32,6 +33,7 @@ equiv_app = typer.Typer(
 )
 app.add_typer(equiv_app, name="equiv")
 app.add_typer(loop_app, name="loop")
+app.add_typer(gate_app, name="gate")
 
 PairOption = Annotated[str, typer.Option(help="Registered op pair.")]
 CandidateOption = Annotated[

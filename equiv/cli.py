@@ -10,15 +10,21 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from equiv.command import run_app
+from equiv.errors import worst
 from equiv.gate.cli import gate_app
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
+from ppl.cli import ppl_app
+from texts.cli import texts_app
+
+if TYPE_CHECKING:
+    from equiv.loop.api import LoopRequest
 
 app = typer.Typer(
     add_completion=False,
@@ -34,6 +40,10 @@ equiv_app = typer.Typer(
 app.add_typer(equiv_app, name="equiv")
 app.add_typer(loop_app, name="loop")
 app.add_typer(gate_app, name="gate")
+app.add_typer(texts_app, name="texts")
+app.add_typer(ppl_app, name="ppl")
+
+DEFAULT_PAIR = "kvpack"
 
 PairOption = Annotated[str, typer.Option(help="Registered op pair.")]
 CandidateOption = Annotated[
@@ -67,12 +77,20 @@ LibraryOption = Annotated[
         help="A library with vLLM's op (_C_stable_libtorch.abi3.so), instead of an installed vLLM."
     ),
 ]
+LoopOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--loop/--no-loop",
+        help="Whether vLLM's own prefill loop is run as well, as bytegate loop does; by default "
+        "where no candidate, lane or pair is named and vLLM is installed.",
+    ),
+]
 
 
 @equiv_app.callback(invoke_without_command=True)
 def equiv(
     context: typer.Context,
-    pair: PairOption = "kvpack",
+    pair: PairOption = DEFAULT_PAIR,
     candidate: CandidateOption = None,
     lane: LaneOption = None,
     profile: ProfileOption = None,
@@ -83,6 +101,7 @@ def equiv(
     ),
     ledger: LedgerOption = None,
     library: LibraryOption = None,
+    loop: LoopOption = None,
 ) -> None:
     """Compare a pair's candidates with its reference, byte for byte, on every lane."""
     if context.invoked_subcommand is not None:
@@ -105,7 +124,35 @@ def equiv(
     with report.Progress() as progress:
         made = run(request, progress)
     report.show_equiv(made, out / "equiv.json")
-    raise typer.Exit(made.exit_code)
+    narrow = bool(candidate or lane) or pair != DEFAULT_PAIR
+    if loop is False or (loop is None and narrow):
+        sys.stdout.write("The loop layer wasn't asked for: --loop, or bytegate loop\n")
+        raise typer.Exit(made.exit_code)
+    sys.stdout.write("\n")
+    from equiv.loop.api import LoopRequest
+
+    second = LoopRequest(profile=profile, device=device, seed=seed, out=out, command=command_line())
+    raise typer.Exit(_loop_as_well(second, made.exit_code, required=loop is True))
+
+
+def _loop_as_well(request: LoopRequest, code: int, *, required: bool) -> int:
+    """Run the loop layer after the kernel layer; return the exit code of both."""
+    from equiv.loop.api import LoopUnavailable, run_loop
+    from equiv.loop.report import show_loop
+    from equiv.report import Progress
+
+    try:
+        with Progress() as progress:
+            made = run_loop(request, progress)
+    except LoopUnavailable as e:
+        sys.stdout.write(f"NOT COVERED  {e}\n")
+        return worst(code, int(e.exit_code) if required else 0)
+    show_loop(made, request.out / "loop.json")
+    both = worst(code, made.exit_code)
+    words = {0: "PASS", 1: "FAIL"}
+    parts = f"the pair {words.get(code, 'NOT COVERED')}, vLLM's loop {made.verdict}"
+    sys.stdout.write(f"\n{words.get(both, 'NOT COVERED')}  {parts}; exit code {both}\n")
+    return both
 
 
 @equiv_app.command()
@@ -125,7 +172,7 @@ def repro(
 
 @equiv_app.command()
 def faults(
-    pair: PairOption = "kvpack",
+    pair: PairOption = DEFAULT_PAIR,
     only: Annotated[
         list[str] | None,
         typer.Option("--only", help="Ids such as K07. Repeatable; all by default."),
@@ -165,14 +212,21 @@ def faults(
 
 @equiv_app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="An equiv.json.")],
+    file: Annotated[Path, typer.Argument(help="An equiv.json, loop.json or faults.json.")],
     markdown: Annotated[bool, typer.Option(help="Print Markdown instead.")] = False,
 ) -> None:
     """Print the report of an evidence file, such as one that a GPU host left."""
     from equiv import evidence, report
 
     made = evidence.read_any(file)
-    if markdown:
+    if isinstance(made, evidence.LoopEvidence):
+        from equiv.loop import report as loop_report
+
+        if markdown:
+            sys.stdout.write(loop_report.markdown(made))
+        else:
+            loop_report.show_loop(made, file)
+    elif markdown:
         sys.stdout.write(report.markdown(made))
     elif isinstance(made, evidence.FaultsEvidence):
         report.show_faults(made, file)

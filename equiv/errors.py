@@ -23,6 +23,15 @@ class ExitCode(IntEnum):
     INVALID = 4
 
 
+def worst(*codes: int) -> int:
+    """Return the exit code of several commands together: a failure says the most.
+
+    ``worst(0, 4)`` is 4, ``worst(4, 1)`` is 1.
+    """
+    order = (ExitCode.FAIL, ExitCode.USAGE, ExitCode.INVALID, ExitCode.INCONCLUSIVE, ExitCode.PASS)
+    return int(min(codes, key=order.index))
+
+
 class BytegateError(Exception):
     """Root of the errors shown as one line."""
 

@@ -389,7 +389,7 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
 
 
 def read_any(path: Path) -> Any:
-    """Read ``equiv.json`` or ``faults.json``, by its own word for which it is.
+    """Read ``equiv.json``, ``faults.json`` or ``loop.json``, by its own word for which it is.
 
     Raises
     ------
@@ -401,8 +401,9 @@ def read_any(path: Path) -> Any:
     except (OSError, ValueError, RecursionError) as e:
         msg = f"can't read the evidence {path}: {e}"
         raise UsageError(msg) from None
-    faults = isinstance(raw, dict) and raw.get("schema") == "bytegate.faults"
-    return read(path, FaultsEvidence if faults else EquivEvidence)
+    kinds = {"bytegate.faults": FaultsEvidence, "bytegate.loop": LoopEvidence}
+    name = raw.get("schema") if isinstance(raw, dict) else None
+    return read(path, kinds.get(str(name), EquivEvidence))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from equiv.evidence import Candidate, Finding, Lane, LedgerUse
+    from equiv.evidence import Candidate, Finding, Lane, LedgerUse, LoopEvidence
+
+    Evidence = EquivEvidence | FaultsEvidence | LoopEvidence
 
 __all__ = ["Progress", "markdown", "show_equiv", "show_faults"]
 
@@ -36,13 +38,13 @@ GUARDS = {
 
 def show_equiv(made: EquivEvidence, path: Path | None = None, file: TextIO | None = None) -> None:
     """Print the summary of a run, and where its evidence lies."""
-    blocks = [*equiv_blocks(made), *_closing(made, path)]
+    blocks = [*equiv_blocks(made), *closing(made, path)]
     document.show(blocks, file or sys.stdout)
 
 
 def show_faults(made: FaultsEvidence, path: Path | None = None, file: TextIO | None = None) -> None:
     """Print the table of planted faults and false alarms, and where the evidence lies."""
-    blocks = [*faults_blocks(made), *_closing(made, path)]
+    blocks = [*faults_blocks(made), *closing(made, path)]
     document.show(blocks, file or sys.stdout)
 
 
@@ -55,7 +57,7 @@ def markdown(made: EquivEvidence | FaultsEvidence) -> str:
         title = f"bytegate equiv: {made.pair} on {made.device}"
         blocks = [*equiv_blocks(made), *_coverage(made), *_proofs(made)]
     head = Heading(title, 1)
-    return document.markdown([head, *blocks, *_run(made), *_environment(made.environment)])
+    return document.markdown([head, *blocks, *run_facts(made), *environment(made.environment)])
 
 
 # -- a run --------------------------------------------------------------------------
@@ -131,7 +133,7 @@ def _lanes(lanes: Sequence[Lane]) -> Table:
         "undefined": [f"{x.undefined:,}" for x in lanes],
         "failing": [f"{_failing(x):,}" for x in lanes],
         "median rows": [f"{x.median_rows:,}" for x in lanes],
-        "bound": [_percent(x.bound) for x in lanes],
+        "bound": [percent(x.bound) for x in lanes],
         "s": [f"{x.seconds:,.1f}" for x in lanes],
     }
     for name in ("undefined", "failing"):  # rare, and most terminals are narrow
@@ -220,7 +222,7 @@ def _bounds(made: EquivEvidence) -> Iterator[Block]:
     )
     yield Items(
         tuple(
-            f"{c.name}, {x.lane}: {_percent(x.bound)} after {x.drawn:,} draws; {_ranges(x)}"
+            f"{c.name}, {x.lane}: {percent(x.bound)} after {x.drawn:,} draws; {_ranges(x)}"
             for c, x in bounded
         )
     )
@@ -238,10 +240,10 @@ def _findings(made: EquivEvidence) -> Iterator[Block]:
         yield from finding_blocks(f)
 
 
-def finding_blocks(f: Finding) -> Iterator[Block]:
+def finding_blocks(f: Finding, kinds: Mapping[str, str] = FINDINGS) -> Iterator[Block]:
     """Make the blocks of one finding; the command that repeats it is a line of its own."""
     facts: list[tuple[str, str | tuple[str]]] = [
-        ("kind", f"{f.kind}: {FINDINGS.get(f.kind, 'unknown')}"),
+        ("kind", f"{f.kind}: {kinds.get(f.kind, 'unknown')}"),
         ("case", (f.case,)),
         ("detail", f.detail or "none"),
     ]
@@ -292,7 +294,8 @@ def _proofs(made: EquivEvidence) -> Iterator[Block]:
         yield Items(tuple(lines))
 
 
-def _run(made: EquivEvidence | FaultsEvidence) -> Iterator[Block]:
+def run_facts(made: Evidence) -> Iterator[Block]:
+    """Say how a run was started, and where it ended."""
     yield Heading("Run")
     yield Facts(
         (
@@ -305,7 +308,8 @@ def _run(made: EquivEvidence | FaultsEvidence) -> Iterator[Block]:
     )
 
 
-def _environment(found: Mapping[str, Any]) -> Iterator[Block]:
+def environment(found: Mapping[str, Any]) -> Iterator[Block]:
+    """Make a table of the environment."""
     yield Heading("Environment")
     yield Table(("what", "value"), tuple(_flat(found)))
 
@@ -324,7 +328,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "none" if value is None else str(value)
 
 
-def _closing(made: EquivEvidence | FaultsEvidence, path: Path | None) -> Iterator[Block]:
+def closing(made: Evidence, path: Path | None) -> Iterator[Block]:
     """End with what one looks for first: where it ran, the verdict, the file."""
     yield Heading("Environment")
     yield Line(environment_sentence(made.environment))
@@ -358,7 +362,8 @@ def _gigabytes(lanes: Sequence[Lane]) -> str:
     return f"{amount:,.2f}" if amount >= 0.01 or not amount else "<0.01"  # noqa: PLR2004 - 2 places
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """Write a share with two digits; a dash for none."""
     return "-" if share is None else f"{100 * share:.2g} %"
 
 

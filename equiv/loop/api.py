@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     from kvroute.settings import resolve
 
     found = find_device(device)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what vLLM says of this machine
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks
     import torch
 
     torch.set_num_threads(1)

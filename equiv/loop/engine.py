@@ -1,10 +1,10 @@
 """The lane ``engine``: ragged batches through vLLM's scheduler and engine, each call both ways.
 
-Two ranks, each an engine of its own in a process of its own (``external_launcher``), with the small
+Ranks, each an engine of its own in a process of its own (``external_launcher``), with the small
 model, decode context parallelism on gloo and a small workspace. The scheduler cuts and mixes the
 requests as it likes: prefills with and without context beside decodes, and tokens are generated.
 The route ``both`` runs each loop call with the pack and without it on the same cache and compares
-them byte for byte. Both ranks must see the same tokens.
+them byte for byte. All ranks must see the same tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ import numpy as np
 from equiv import evidence
 from equiv.loop.campaign import Options
 
-RANKS = 2
+GROUPS = {"dev": (2,), "gate": (2, 4), "nightly": (2, 4)}
+"""Ranks of a group, by profile; the small model has four heads."""
 BUDGET = 128
 """Scheduler tokens of a step: prompts of a few hundred are cut several times."""
 WORKSPACE = 192
@@ -53,8 +56,8 @@ def serve_rank(batches: int, seed: int, result: Path) -> None:
 
     engine = LLM(
         str(model.make(model.default_folder())),
-        tensor_parallel_size=RANKS,
-        decode_context_parallel_size=RANKS,
+        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        decode_context_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
         max_model_len=MAX_LENGTH,
         max_num_batched_tokens=BUDGET,
@@ -84,8 +87,10 @@ def serve_rank(batches: int, seed: int, result: Path) -> None:
     result.write_text(json.dumps(found), encoding="utf-8")
 
 
-def launch(batches: int, seed: int, route: str) -> list[dict[str, Any]]:
-    """Run all ranks and return what each left.
+def launch(
+    batches: int, seed: int, route: str, *, ranks: int = 2, patches: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Run all ranks on a route, with patches as of ``bytegate loop``; return what each left.
 
     Raises
     ------
@@ -102,16 +107,17 @@ def launch(batches: int, seed: int, route: str) -> list[dict[str, Any]]:
             **CPU_ENVIRONMENT,
             settings.ROUTE: route,
             settings.WORKSPACE: str(WORKSPACE),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
+            settings.PATCH: ",".join(patches),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
-        ranks = []
-        for rank in range(RANKS):
+        started = []
+        for rank in range(ranks):
             log = Path(folder, f"{rank}.log").open("wb")  # noqa: SIM115 - open while it runs
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", __spec__.name, str(batches), str(seed)]
@@ -122,58 +128,69 @@ def launch(batches: int, seed: int, route: str) -> list[dict[str, Any]]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            ranks.append((process, log))
+            started.append((process, log))
         end = time.monotonic() + TIMEOUT_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            for process, _ in ranks:
+            for process, _ in started:
                 process.wait(max(1.0, end - time.monotonic()))
-        for process, log in ranks:
+        for process, log in started:
             process.kill()
             process.wait()
             log.close()
-        for rank, (process, _) in enumerate(ranks):
+        for rank, (process, _) in enumerate(started):
             if process.returncode != 0:
                 text = Path(folder, f"{rank}.log").read_text(encoding="utf-8", errors="replace")
                 last = " | ".join(text.strip().splitlines()[-3:])
                 raise RuntimeError(f"rank {rank} ended with {process.returncode}: {last}")
-        files = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
+        files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
+@dataclass
+class _Group:
+    """What the ranks of one group did."""
+
+    ranks: int
+    tally: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    kind: str = "divergence"
+    missing: str = ""
+
+
 def lane(options: Options) -> evidence.Lane:
-    """Run the lane: batches through the engine on the route ``both``."""
+    """Run the lane: batches through the engine, each loop call with the pack and without it."""
     start = time.monotonic()
     batches = BATCHES[options.profile.name]
-    findings: list[evidence.Finding] = []
-    missing: list[str] = []
-    counted: dict[str, Any] = {}
-    try:
-        ranks = launch(batches, options.seed, "both") if _installed() else []
-        counted = ranks[0]["tally"] if ranks else {}
-        detail = _problem(ranks)
-        if detail:
-            findings.append(_finding(detail, batches, options))
-    except RuntimeError as error:
-        missing.append(str(error))
+    groups = [_run(size, batches, options) for size in GROUPS[options.profile.name]]
+    compared, unequal, continuations, empty, several = (
+        sum(int(g.tally.get(name, 0)) for g in groups)
+        for name in ("compared", "unequal", "continuations", "empty", "chunks")
+    )
     kinds = {
-        "batch": batches if counted else 0,
-        "loop calls both ways": int(counted.get("compared", 0)),
-        "continuation": int(counted.get("continuations", 0)),
-        "no context": int(counted.get("empty", 0)),
-        "several chunks": int(counted.get("chunks", 0)) - int(counted.get("calls", 0)),
+        **{f"D={g.ranks}": int(g.tally.get("compared", 0)) for g in groups},
+        "batch": sum(batches for g in groups if g.tally),
+        "loop calls both ways": compared,
+        "continuation": continuations,
+        "no context": empty,
+        "several chunks": several - sum(int(g.tally.get("calls", 0)) for g in groups),
     }
-    least = {"loop calls both ways": 4 * batches, "continuation": batches, "no context": 1}
-    if not _installed():
-        missing.insert(0, "vLLM would not load the plugin: install this project beside it")
+    least = {
+        **{f"D={g.ranks}": 4 * batches for g in groups},
+        "continuation": batches,
+        "no context": 1,
+    }
+    findings = [_finding(g, batches, options) for g in groups if g.problem]
+    missing = [f"D={g.ranks}: {g.missing}" for g in groups if g.missing]
     if not findings and not missing:
         missing = [f"{k}: {kinds[k]} of {n}" for k, n in least.items() if kinds[k] < n]
+    left = sorted({2, 4} - {g.ranks for g in groups})
     return evidence.Lane(
         lane="engine",
         state="failed" if findings else "not covered" if missing else "passed",
-        cases=kinds["loop calls both ways"],
+        cases=compared,
         enumerated=0,
-        drawn=kinds["loop calls both ways"],
-        equal=kinds["loop calls both ways"] - int(counted.get("unequal", 0)),
+        drawn=compared,
+        equal=compared - max(unequal, bool(findings and compared)),
         refused=0,
         declared=0,
         undefined=0,
@@ -187,11 +204,37 @@ def lane(options: Options) -> evidence.Lane:
         median_rows=0,
         layouts_differ={},
         missing=missing,
-        left_out=["other groups than D = 2, other packs than the fused one"],
+        left_out=[f"D = {', '.join(map(str, left))} (profile gate)"] if left else [],
         bound=None,
         findings=findings,
         samples=[],
     )
+
+
+def _run(size: int, batches: int, options: Options) -> _Group:
+    """Run one group. Ranks that die are a finding only where they live with vLLM as it is."""
+    group = _Group(size)
+    if not _installed():
+        group.missing = "vLLM would not load the plugin: install this project beside it"
+        return group
+    own = options.name != "fused"
+    route = f"both:{options.name}" if own else "both"
+    try:
+        found = launch(batches, options.seed, route, ranks=size, patches=options.patches)
+    except RuntimeError as error:
+        if not own and not options.patches:
+            group.missing = str(error)
+            return group
+        try:
+            launch(1, options.seed, "both", ranks=size)
+        except RuntimeError:
+            group.missing = f"also without what was asked for: {error}"
+            return group
+        group.problem, group.kind = str(error), "raised"
+        return group
+    group.tally = found[0]["tally"]
+    group.problem = _problem(found)
+    return group
 
 
 def _installed() -> bool:
@@ -213,17 +256,23 @@ def _problem(ranks: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _finding(detail: str, batches: int, options: Options) -> evidence.Finding:
+def _finding(group: _Group, batches: int, options: Options) -> evidence.Finding:
+    words = ["bytegate", "loop", "--lane", "engine", "--seed", str(options.seed)]
+    words += ["--profile", options.profile.name]
+    if options.name != "fused":
+        words += ["--pack", options.name]
+    for patch in options.patches:
+        words += ["--patch", patch]
     return evidence.Finding(
         lane="engine",
-        kind="divergence",
-        case=f"engine, seed {options.seed}, {batches} batches",
-        found="",
-        after_cases=0,
-        detail=detail,
+        kind=group.kind,
+        case=f"engine, D={group.ranks}, seed {options.seed}, {batches} batches",
+        found=f"engine, D={group.ranks}, seed {options.seed}, {batches} batches",
+        after_cases=int(group.tally.get("compared", 0)),
+        detail=group.problem,
         voices="",
         raised_in="",
-        repro=f"bytegate loop --lane engine --seed {options.seed}",
+        repro=shlex.join(words),
         occurrences=1,
         set_elements=None,
     )

@@ -92,6 +92,7 @@ def run_faults(
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
     alarms = in_child(_false_alarms, options, cases, progress=progress)
     alarms["stand_ins"] = stand_ins
+    alarms["cases"] = sum(alarms["candidates"].values())
     bad = any(row.outcome != "caught" for row in rows) or bool(alarms["alarms"])
     code = ExitCode.FAIL if bad else ExitCode.PASS
     made = evidence.FaultsEvidence(

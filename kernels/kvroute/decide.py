@@ -42,6 +42,11 @@ class Decision:
         """Whether a pack is passed to the loop."""
         return self.route not in ("untouched", "stock")
 
+    @property
+    def both(self) -> bool:
+        """Whether every call runs with the pack and without it."""
+        return self.route.partition(":")[0] == "both"
+
 
 def pack_keyword(loop: Callable[..., Any]) -> str | None:
     """Return the name under which ``loop`` takes a pack, by its signature, or ``None``."""

@@ -62,8 +62,7 @@ class ServeOptions:
 
     Attributes
     ----------
-    route : ``stock``, ``fused``, ``both``, ``fault:ID`` or ``module:function``; ``None`` leaves
-        vLLM as it is.
+    route : a value of ``BYTEGATE_ROUTE``; ``None`` leaves vLLM as it is.
     tp, dcp : tensor and decode context parallelism.
     model : folder or name; ``None``: the small model (CPU only).
     workspace : rows of the chunked-prefill workspace, or ``None``.
@@ -175,7 +174,7 @@ def detect_device() -> str:
 def parse(arguments: Sequence[str]) -> ServeOptions:
     """Read the command line; what isn't ours is vLLM's."""
     parser = argparse.ArgumentParser(prog="bytegate serve", allow_abbrev=False)
-    routes = "stock, fused, both, fault:ID or module:function"
+    routes = "stock, fused, both, fault:ID, module:function or both:module:function"
     parser.add_argument("--route", default="stock", help=routes)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dcp", type=int, default=2)
@@ -217,7 +216,7 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
 
             faults.known(options.route.removeprefix("fault:"))
         elif ":" in options.route:
-            settings.resolve(options.route)
+            settings.resolve(options.route.removeprefix(settings.BOTH))
     for patch in options.patches:
         settings.resolve(patch)
     if options.tp < 1 or options.dcp < 1 or options.tp % options.dcp:

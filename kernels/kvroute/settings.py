@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ROUTE = "BYTEGATE_ROUTE"
-"""``stock``, ``fused``, ``both``, ``fault:ID`` or ``module:function``; unset: vLLM as it is."""
+"""``stock``, ``fused``, ``both``, ``fault:ID``, ``module:function`` or ``both:module:function``;
+unset: vLLM as it is."""
 PATCH = "BYTEGATE_PATCH"
 """``module:function`` values, comma-separated; each is called once a process, without arguments."""
 WORKSPACE = "BYTEGATE_WORKSPACE_ROWS"
@@ -26,6 +27,9 @@ CPU_DCP = "BYTEGATE_CPU_DCP"
 """``1`` restores decode context parallelism on vLLM's CPU platform (``kvroute.cpu``)."""
 EVIDENCE = "BYTEGATE_EVIDENCE_DIR"
 """Folder in which each worker keeps ``route-<rank>-<pid>.json``, rewritten as it counts."""
+
+BOTH = "both:"
+"""Before a pack: every call of the loop runs with it and without it."""
 
 VARIABLES = (ROUTE, PATCH, WORKSPACE, CPU_DCP, EVIDENCE)
 
@@ -88,11 +92,13 @@ def check_route(route: str) -> None:
         return
     if route.startswith("fault:") and len(route) > len("fault:"):
         return
-    if route.count(":") == 1:
-        _split(route)
+    own = route.removeprefix(BOTH)
+    if own.count(":") == 1:
+        _split(own)
         return
     raise RouteError(
-        f"route {route!r}: expected stock, fused, both, fault:ID or module:function",
+        f"route {route!r}: expected stock, fused, both, fault:ID, module:function or "
+        "both:module:function",
     )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvroute.decide import Decision, decide, pack_keyword
 from kvroute.packs import Pack, counted, fused_pack
-from kvroute.settings import Settings, resolve
+from kvroute.settings import BOTH, Settings, resolve
 from kvroute.tally import TALLY, Tally
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ logger = logging.getLogger("vllm.bytegate")  # below "vllm", so that vLLM's hand
 class LoopGate:
     """Calls a layer's loop on the decided route and counts what it did.
 
-    On the route ``both`` every call runs with the pack and then without it, on the same cache and
-    query; the results are compared byte for byte, and the stock one is returned.
+    On the route ``both``, or ``both:module:function``, every call runs with the pack and then
+    without it, on the same cache and query; the results are compared byte for byte, and the stock
+    one is returned.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ class LoopGate:
         if not self._noted:
             self._note(bound.arguments, context)
         result = self.loop(*bound.args, **bound.kwargs)
-        if self.decision.route == "both" and keyword is not None:
+        if self.decision.both and keyword is not None:
             bound.arguments[keyword] = None
             again = self.loop(*bound.args, **bound.kwargs)
             self.tally.count_compared(equal=all(map(_same_bytes, result, again)))
@@ -232,7 +233,8 @@ def _pack_for(decision: Decision, layer: Any) -> tuple[str | None, Pack | None]:
 
         spec = pack_of(decision.route.removeprefix("fault:"))
         return (spec, resolve(spec)) if spec else (None, None)
-    return decision.route, resolve(decision.route)
+    spec = decision.route.removeprefix(BOTH)
+    return spec, resolve(spec)
 
 
 def _announce(

@@ -16,7 +16,7 @@ import typer
 
 from equiv.command import run_app
 from equiv.errors import worst
-from equiv.gate.cli import gate_app
+from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
@@ -40,6 +40,7 @@ equiv_app = typer.Typer(
 app.add_typer(equiv_app, name="equiv")
 app.add_typer(loop_app, name="loop")
 app.add_typer(gate_app, name="gate")
+app.command()(verify)
 app.add_typer(texts_app, name="texts")
 app.add_typer(ppl_app, name="ppl")
 

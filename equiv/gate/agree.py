@@ -92,7 +92,9 @@ def _commits(pieces: Sequence[Piece], wanted: str | None) -> Iterator[str]:
         yield f"commits differ: {_listed(values)}"
     for value, names in values.items():
         if wanted and not value.startswith(wanted):
-            yield f"commit {wanted[:SHORT]} was asked for, and {_names(names)} is of {value[:SHORT]}"
+            yield (
+                f"commit {wanted[:SHORT]} was asked for, and {_names(names)} is of {value[:SHORT]}"
+            )
 
 
 def _sources(pieces: Sequence[Piece]) -> Iterator[str]:

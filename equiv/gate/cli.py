@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import secrets
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,33 @@ def gate(
     done = run.gate(request, _announce)
     document.show(run.show(done.made, out), sys.stdout)
     raise typer.Exit(done.made.exit_code)
+
+
+def verify(
+    file: Annotated[
+        Path, typer.Argument(help="A gate.json, equiv.json, loop.json, faults.json or ppl.json.")
+    ],
+    cases: Annotated[int, typer.Option(min=0, help="Recorded cases to run again, a file.")] = 12,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Picks the cases; a new one every time.")
+    ] = None,
+    folders: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Where evidence or arrays lie, if they were moved."),
+    ] = None,
+    library: Annotated[str | None, typer.Option(help="A library with vLLM's op.")] = None,
+) -> None:
+    """Check an evidence file: that it is whole, that it agrees with itself, and comes out again."""
+    verifying = _module("verify")
+    options = verifying.Options(
+        cases=cases,
+        seed=secrets.randbits(32) if seed is None else seed,
+        folders=tuple(folders or ()),
+        library=library,
+    )
+    done = verifying.verify(file, options)
+    document.show(verifying.blocks(file, options, done), sys.stdout)
+    raise typer.Exit(int(done.exit_code))
 
 
 def _announce(text: str) -> None:

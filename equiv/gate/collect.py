@@ -35,6 +35,7 @@ KINDS: dict[str, type] = {
     "bytegate.faults": evidence.FaultsEvidence,
     "bytegate.loop": evidence.LoopEvidence,
 }
+SERVERS = "bytegate.ppl"
 SHOWN = "bytegate.perf"
 """Shown, and never decides."""
 PASSED_OVER = ("bytegate.gate", "bytegate.ppl.score", "bytegate.doctor")
@@ -155,14 +156,19 @@ def collect(folders: Sequence[Path]) -> Collected:
     return found
 
 
-def read(path: Path, name: str) -> Piece | None:
+def read(path: Path, name: str, *, unsealed: bool = False) -> Piece | None:
     """Read one file; None where it isn't evidence of a layer.
+
+    Parameters
+    ----------
+    unsealed : whether one without a digest of itself is taken, of before evidence had them.
 
     Raises
     ------
     BytegateError : with the file's name: it can't be judged.
 
     """
+    known = path.name in NAMES
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -170,12 +176,12 @@ def read(path: Path, name: str) -> Piece | None:
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as e:
-        if path.name not in NAMES and not _looks_ours(data):
+        if not known and not _looks_ours(data):
             return None
         raise UsageError(f"{name} is damaged, it is no JSON: {e}") from None
     schema = str(raw.get("schema", "")) if isinstance(raw, dict) else ""
     if not schema.startswith("bytegate."):
-        if path.name not in NAMES:
+        if not known:
             return None
         raise UsageError(f"{name} states no schema of bytegate's, {schema or 'none'}")
     if schema in PASSED_OVER:
@@ -183,19 +189,31 @@ def read(path: Path, name: str) -> Piece | None:
     digest = hashlib.sha256(data).hexdigest()
     if schema == SHOWN:
         return Piece(path, name, digest, "perf", raw)
-    if schema not in {*KINDS, "bytegate.ppl"}:
-        raise UsageError(f"{name} is of an unknown schema, {schema}; a newer bytegate made it?")
+    return _sealed(path, name, digest, raw, unsealed=unsealed)
+
+
+def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed: bool) -> Piece:
+    """Read evidence of a layer, once it was seen to be what was written."""
+    schema = raw["schema"]
+    if schema not in {*KINDS, SERVERS}:
+        raise UsageError(f"{name} is of an unknown schema, {schema}; did a newer bytegate make it?")
     if damage := seal.broken(raw):
         raise UsageError(f"{name} is damaged: {damage}")
-    if not raw.get(seal.FIELD):
+    if not raw.get(seal.FIELD) and not unsealed:
         raise UsageError(
             f"{name} carries no digest of itself ({seal.FIELD}): an older bytegate made it, so "
             "damage couldn't be seen; make it again"
         )
-    if schema == "bytegate.ppl":
+    if schema == SERVERS:
         return Piece(path, name, digest, "servers", _ppl(path, name))
     made = _evidence(path, name, KINDS[schema])
     return Piece(path, name, digest, layer_of(made), made)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def layer_of(made: Any) -> str:

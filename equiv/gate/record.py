@@ -35,7 +35,7 @@ class Cell(_Frozen):
     Attributes
     ----------
     layer : a key of ``equiv.gate.collect.LAYERS``.
-    device : ``"cpu"``, ``"gpu MODEL"``; of what has no evidence also ``"gpu"`` and ``"any device"``.
+    device : ``"cpu"``, ``"gpu MODEL"``; without evidence also ``"gpu"`` and ``"any device"``.
     required : whether the policy's verdict rests on it.
     reasons : why it didn't pass.
     remarks : what it leaves out, and what a reader has to know besides.

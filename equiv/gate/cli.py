@@ -82,6 +82,7 @@ def gate(
         command=command_line(),
     )
     done = run.gate(request, _announce)
+    _module("outputs").write(done, out)
     document.show(run.show(done.made, out), sys.stdout)
     raise typer.Exit(done.made.exit_code)
 

@@ -20,10 +20,10 @@ from equiv.errors import BytegateError, UsageError
 
 LAYERS = {
     "kernel": "kernel",
-    "kernel_faults": "kernel, planted faults",
+    "kernel_faults": "kernel faults",
     "loop": "vLLM's loop",
-    "loop_faults": "vLLM's loop, planted faults",
-    "servers": "two servers",
+    "loop_faults": "loop faults",
+    "servers": "servers",
 }
 """The layers that a gate judges, and what they are called."""
 

@@ -24,7 +24,17 @@ BINS = 160
 """Parts into which a text's tokens are divided."""
 MOST_TEXTS = 16
 """Texts that are drawn: those with the largest differences."""
-OUTCOMES = ("equal", "refused", "declared", "several", "failed")
+OUTCOMES = ("equal", "refused", "declared", "undefined", "failed")
+TONES = {
+    "equal": "good",
+    "refused": "soft",
+    "undefined": "line",
+    "declared": "warn",
+    "equal, or declared": "three",
+    "several of these": "one",
+    "failed": "bad",
+}
+"""Colours of outcomes; two that one place has are said in words."""
 TITLE = 34
 """Characters of a fault's title beside its bar."""
 
@@ -115,7 +125,7 @@ def _ranges(piece: Piece, width: int) -> alt.TopLevelMixin:
                 }
             )
     y = alt.Y("who:N", sort=None, title=None)
-    axis = alt.Axis(format="~s", tickCount=5)
+    axis = alt.Axis(format="~s", values=[10**i for i in range(10)])
     scale = alt.Scale(type="log", nice=False)
     base = alt.Chart(_data(rows))
     bars = base.mark_bar(color=COLOURS["one"], opacity=0.5, height=7).encode(
@@ -159,7 +169,9 @@ def _places(piece: Piece) -> Rows:
             for place, outcomes in x.alignment.items():
                 operand, what, value = place.rsplit(" ", 2)
                 names = [o for o in OUTCOMES if outcomes.get(o)]
-                outcome = names[0] if len(names) == 1 else "several"
+                outcome = names[0] if len(names) == 1 else "several of these"
+                if names == ["equal", "declared"]:
+                    outcome = "equal, or declared"
                 outcome = "failed" if "failed" in names else outcome
                 rows.append(
                     {
@@ -174,14 +186,7 @@ def _places(piece: Piece) -> Rows:
 
 
 def _lattice(rows: Rows, unit: str, width: int) -> alt.TopLevelMixin:
-    colours = {
-        "equal": "good",
-        "refused": "soft",
-        "declared": "warn",
-        "several": "two",
-        "failed": "bad",
-    }
-    shown = {k: v for k, v in colours.items() if any(r["outcome"] == k for r in rows)}
+    shown = {k: v for k, v in TONES.items() if any(r["outcome"] == k for r in rows)}
     who = list(dict.fromkeys(r["who"] for r in rows))
     return (
         alt.Chart(_data(rows))
@@ -362,9 +367,12 @@ def _lines(rows: Rows, cuts: Rows, width: int) -> alt.TopLevelMixin:
     charts = []
     for t in texts:
         mine = [r for r in rows if r["text"] == t and r["d"]]
-        x = alt.X("at:Q", title=None, axis=alt.Axis(format="~s", tickCount=4))
+        x = alt.X("at:Q", title=None, axis=alt.Axis(format=",d", tickCount=4, grid=False))
         y = alt.Y(
-            "d:Q", title=None, scale=alt.Scale(type="log"), axis=alt.Axis(format=".0e", tickCount=3)
+            "d:Q",
+            title=None,
+            scale=alt.Scale(type="log"),
+            axis=alt.Axis(format=".0e", tickCount=3, grid=False),
         )
         rules = (
             alt.Chart(_data([c for c in few if c["text"] == t]))
@@ -378,7 +386,7 @@ def _lines(rows: Rows, cuts: Rows, width: int) -> alt.TopLevelMixin:
         )
         charts.append(
             alt.layer(rules, dots).properties(
-                width=width / columns - 50, height=70, title=_cut(t, 26)
+                width=width / columns - (50 if columns > 1 else 20), height=70, title=_cut(t, 26)
             )
         )
     return alt.concat(*charts, columns=columns)

@@ -155,11 +155,9 @@ def _gate(path: Path, options: Options) -> list[Check]:
         checks.append(check)
         if piece is not None and piece.layer != "perf":
             found.pieces.append(piece)
-    found.stores = [
-        *[path.parent / a for a in made.arrays if (path.parent / a).is_dir()],
-        *_stores(options.folders),
-    ]
-    lost = [a for a in made.arrays if not (path.parent / a).is_dir()]
+    there = {a: path.parent / a for a in made.arrays if (path.parent / a / collect.ARRAYS).is_dir()}
+    found.stores = [*there.values(), *_stores(options.folders)]
+    lost = [a for a in made.arrays if a not in there]
     if lost and not options.folders:
         checks.append(Check(f"arrays in {lost[0]}", "damaged", "they are gone; --from finds them"))
     if any(c.outcome == "damaged" for c in checks):

@@ -115,6 +115,22 @@ class Collected:
     notes: list[str] = field(default_factory=list)
 
 
+def check(folders: Sequence[Path]) -> None:
+    """Check that folders are there.
+
+    Raises
+    ------
+    UsageError : one isn't.
+
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(
+                f"--from {folder}: there is no such folder; give the --out of a run, or a folder "
+                "with several of them"
+            )
+
+
 def collect(folders: Sequence[Path]) -> Collected:
     """Read all evidence below folders.
 
@@ -123,15 +139,11 @@ def collect(folders: Sequence[Path]) -> Collected:
     UsageError : a folder isn't there.
 
     """
+    check(folders)
     found = Collected()
     seen: dict[Path, None] = {}
     digests: dict[str, str] = {}
     for folder in folders:
-        if not folder.is_dir():
-            raise UsageError(
-                f"--from {folder}: there is no such folder; give the --out of a run, or a folder "
-                "with several of them"
-            )
         for path in _files(folder):
             if path.resolve() in seen:
                 continue

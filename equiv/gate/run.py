@@ -118,6 +118,7 @@ def gate(request: Request, announce: Announce = lambda _: None) -> Gate:
 
     """
     started, start = datetime.now(UTC), time.monotonic()
+    collect.check(request.folders)
     evidence.check_folder(request.out)
     ran: list[tuple[str, int]] = []
     absent: dict[str, str] = {}
@@ -199,12 +200,13 @@ def reasons(judged: judging.Judged) -> Iterator[str]:
 
 
 def not_covered(judged: judging.Judged) -> Iterator[str]:
-    """Name everything that wasn't covered, required or not."""
+    """Name everything that wasn't covered, required or not; whole cells come first."""
+    where = {id(c): f"{collect.LAYERS[c.layer]} on {c.device}" for c in judged.cells}
     for c in judged.cells:
-        where = f"{collect.LAYERS[c.layer]} on {c.device}"
         if c.state == "not covered":
-            yield f"{where}: {'; '.join(c.reasons)}"
-        yield from (f"{where}: {r}" for r in c.remarks)
+            yield f"{where[id(c)]}: {'; '.join(c.reasons)}"
+    for c in judged.cells:
+        yield from (f"{where[id(c)]}: {r}" for r in c.remarks)
 
 
 def _file(piece: collect.Piece, out: Path) -> record.File:

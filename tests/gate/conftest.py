@@ -43,3 +43,15 @@ def clean(template: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any
     digest = digest_of_tree(template)
     copy = Path(shutil.copytree(template, tmp_path_factory.mktemp("clean") / "tree"))
     return gate(copy), bytegate("verify", str(copy / "out" / "gate.json"), "--cases", "0"), digest
+
+
+@pytest.fixture
+def page() -> None:
+    """Let a test's gate draw the page."""
+
+
+@pytest.fixture(autouse=True)
+def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the charts out where a test doesn't ask for them: they take most of the time."""
+    if "page" not in request.fixturenames:
+        monkeypatch.setattr("equiv.gate.page.html", lambda *_: "")

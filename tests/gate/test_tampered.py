@@ -306,13 +306,6 @@ def test_the_untouched_tree_passes(clean: tuple[Ran, Ran, str]) -> None:
     assert "VERIFIED" in verified.said
 
 
-@pytest.fixture
-def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the charts out, which take most of the time and are no matter here."""
-    monkeypatch.setattr("equiv.gate.page.html", lambda *_: "")
-
-
-@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("name", AT_THE_GATE)
 def test_the_gate_refuses(name: str, tree: Path, clean: tuple[Ran, Ran, str]) -> None:
     tampering = AT_THE_GATE[name]
@@ -397,7 +390,6 @@ AFTER_THE_GATE = {
 }
 
 
-@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("name", AFTER_THE_GATE)
 def test_verify_refuses(name: str, tree: Path, clean: tuple[Ran, Ran, str]) -> None:
     tampering = AFTER_THE_GATE[name]

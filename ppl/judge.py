@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from equiv import environment
 from ppl import compare, stats, top1, validity, verdict
 from ppl.compare import Compared
 from ppl.errors import PplError
@@ -68,7 +69,8 @@ def compare_stored(
     made = judge(
         records, lambda r: found[r.key.text, r.run][0].values(r), claim=claim, margin=margin
     )
-    return made.model_copy(update={"top1": top1.agreements(made, found)})
+    found_top1 = top1.agreements(made, found)
+    return made.model_copy(update={"top1": found_top1, "suite": environment.suite()})
 
 
 def judge(

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ppl.simulate import RUNS, base
-from ppl.store import Key, Store
+from ppl.store import Key, Observed, Store
 
 TOKENS = 10_000_000
 TEXTS = 10
@@ -51,6 +51,7 @@ def fill(folder: Path, tokens: int) -> None:
                 repeat=repeat,
                 exposed_from=rows // 2,
                 budget=rows // 2,
+                observed=Observed(route=arm),
             )
 
 

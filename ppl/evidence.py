@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from equiv.evidence import write_text
 from ppl.errors import PplError
+from ppl.facts import RunFacts
 from ppl.stats import Noise, Tost
 from ppl.verdict import Claim, Verdict, exit_code
 
@@ -122,6 +123,7 @@ class PplEvidence(_Frozen):
     not_covered: list[str]
     warnings: list[str]
     inputs_sha256: str
+    run: RunFacts | None = None
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
@@ -142,6 +144,8 @@ def contradictions(made: PplEvidence) -> list[str]:
         wrong += [f"IDENTICAL, and {t.text} isn't" for t in made.texts if not t.bit_identical]
     if made.verdict != "INVALID" and made.statistics is None:
         wrong.append(f"{made.verdict} without statistics")
+    if made.run is not None and made.verdict != "INVALID" and made.run.reasons():
+        wrong.append(f"{made.verdict}, and the run says {made.run.reasons()[0]!r}")
     wrong += [f"{t.text}: ULP counts" for t in made.texts if sum(t.ulp.values()) != t.rows]
     return wrong
 

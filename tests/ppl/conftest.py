@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-NEEDS = ("httpx2", "numpy", "pydantic", "scipy", "stamina")
+NEEDS = ("httpx2", "numpy", "psutil", "pydantic", "scipy", "stamina")
 LACKING = [name for name in NEEDS if importlib.util.find_spec(name) is None]
 
 collect_ignore_glob = ["test_*.py"] if LACKING else []

@@ -18,6 +18,7 @@ from equiv.command import run_app
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
+from ppl.cli import ppl_app
 
 app = typer.Typer(
     add_completion=False,
@@ -32,6 +33,7 @@ equiv_app = typer.Typer(
 )
 app.add_typer(equiv_app, name="equiv")
 app.add_typer(loop_app, name="loop")
+app.add_typer(ppl_app, name="ppl")
 
 PairOption = Annotated[str, typer.Option(help="Registered op pair.")]
 CandidateOption = Annotated[

@@ -2,6 +2,8 @@
 
 TOKENS, 10,000,000 by default, is the sum over all runs and texts: ten texts, both arms launched
 twice. Time and memory are of the comparison, in a process of its own.
+
+``python -m ppl.bench client`` measures the client of a run beside a real server instead.
 """
 
 from __future__ import annotations
@@ -68,6 +70,10 @@ def timed(folder: Path) -> tuple[float, int, str]:
 
 def main(words: list[str]) -> int:
     """Store, compare in another process, print; 1 where it took too long or too much."""
+    if words[:1] == ["client"]:
+        from ppl import client_bench
+
+        return client_bench.main(words[1:])
     if words[:1] == ["--compare"]:
         sys.stdout.write(" ".join(str(x) for x in timed(Path(words[1]))) + "\n")
         return 0

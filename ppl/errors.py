@@ -27,4 +27,4 @@ class Unreachable(PplError):
 
 
 class BadAnswer(PplError):
-    """An answer that must not be scored: refused, of other ids, short, shifted, or without values."""
+    """An answer that must not be scored: refused, of other ids, short, shifted, or empty."""

@@ -78,7 +78,10 @@ def compare_stored(
         amiss=[x for run in runs for x in run.reasons()],
     )
     bursts = [folder / "burst" for folder in folders if (folder / "burst").is_dir()]
-    return of_run.complete(made, runs, bursts, claim=claim, margin=margin) if runs else made
+    if not runs:
+        return made
+    used = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
+    return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used)
 
 
 def judge(

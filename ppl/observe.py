@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,15 +110,19 @@ def observe(endpoint: Endpoint, channel: Channel | None) -> Snapshot:
     Unreachable, BadAnswer : the server doesn't answer, or not in a form that is known.
 
     """
-    page = endpoint.page("/metrics")
-    found = samples(page or "")
     route: dict[str, Any] = {}
     if channel == "collective_rpc":
-        tallies = rank_tallies(endpoint)
+        # Both at once: they are most of what a run costs beside its requests.
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(rank_tallies, endpoint)
+            found = samples(endpoint.page("/metrics") or "")
+            tallies = told.result()
         if tallies is None:
             raise BadAnswer("/collective_rpc no longer tells the route")
         route = _of_tallies(tallies)
-    elif channel == "metrics":
+    else:
+        found = samples(endpoint.page("/metrics") or "")
+    if channel == "metrics":
         route = _of_metrics(found)
     return Snapshot(channel=channel, **route, **_vllm(found))
 
@@ -254,9 +259,8 @@ def _restarted(
 ) -> str:
     if before.pids is not None and after.pids is not None and before.pids != after.pids:
         return "its workers are other processes"
-    if before.started is not None and after.started is not None:
-        if before.started != after.started:
-            return "its process started at another time"
+    if None not in {before.started, after.started} and before.started != after.started:
+        return "its process started at another time"
     fell = [name for name, n in totals.items() if n is not None and n < 0]
     fell += [name for mine in counts.values() for name, n in mine.items() if n < 0]
     if fell:

@@ -18,12 +18,19 @@ def complete(
     runs: Sequence[RunFacts],
     bursts: Sequence[Path],
     *,
+    used: set[tuple[str, int, int]],
     claim: verdict.Claim,
     margin: float | None,
 ) -> PplEvidence:
-    """Return evidence with what its runs know; the first run's facts stand for all of them."""
+    """Return evidence with what its runs know; the first run's facts stand for all of them.
+
+    Parameters
+    ----------
+    used : arm, launch and number of every server process that a result is from.
+
+    """
     facts = runs[0]
-    warnings = list(dict.fromkeys(w for run in runs for w in (*run.warnings, *launches(run))))
+    warnings = list(dict.fromkeys(w for run in runs for w in (*run.warnings, *launches(run, used))))
     not_covered = list(dict.fromkeys(x for run in runs for x in run.not_covered))
     decided = made.decided
     burst = _burst(bursts, claim=claim, margin=margin)
@@ -52,11 +59,12 @@ def _rank(word: str) -> int:
     return WORST.index(word) if word in WORST else len(WORST)
 
 
-def launches(run: RunFacts) -> list[str]:
-    """Warn where one launch is made of several processes."""
+def launches(run: RunFacts, used: set[tuple[str, int, int]]) -> list[str]:
+    """Warn where one launch's results are from several processes."""
     grouped: dict[tuple[str, int], list[Instance]] = {}
     for i in run.instances:
-        grouped.setdefault((i.arm, i.launch), []).append(i)
+        if (i.arm, i.launch, i.number) in used:
+            grouped.setdefault((i.arm, i.launch), []).append(i)
     return [
         f"{arm} launch {launch} is made of {len(mine)} server processes ("
         f"{'; '.join(i.why for i in mine[1:])}): its repeats hold noise between launches"

@@ -101,10 +101,20 @@ def check(options: Options) -> Options:
 
     """
     o = options
+    _check_servers(o)
     if o.claim not in CLAIMS:
         raise PplError(f"claim {o.claim!r}: expected identical or equivalent")
     if o.margin is not None and not 0 < o.margin < math.inf:
         raise PplError(f"margin {o.margin}: expected a positive number of nats")
+    if o.repeats < 1 or o.launches < 1:
+        raise PplError("--repeats and --launches: expected at least 1")
+    if o.tokens is not None and not 1 < o.tokens[0] <= o.tokens[1]:
+        raise PplError(f"--tokens {o.tokens[0]}-{o.tokens[1]}: expected LEAST-MOST, at least 2")
+    o.key()
+    return o
+
+
+def _check_servers(o: Options) -> None:
     if bool(o.stock) != bool(o.fused):
         raise PplError("--stock and --fused belong together: give both addresses, or neither")
     for name, url in (("--stock", o.stock), ("--fused", o.fused)):
@@ -116,12 +126,6 @@ def check(options: Options) -> Options:
         raise PplError("--one-at-a-time launches servers, and --stock and --fused name some")
     if o.attached and o.stock.rstrip("/") == o.fused.rstrip("/"):
         raise PplError(f"--stock and --fused are the same address, {shown(o.stock)}")
-    if o.repeats < 1 or o.launches < 1:
-        raise PplError("--repeats and --launches: expected at least 1")
-    if o.tokens is not None and not 1 < o.tokens[0] <= o.tokens[1]:
-        raise PplError(f"--tokens {o.tokens[0]}-{o.tokens[1]}: expected LEAST-MOST, at least 2")
-    o.key()
-    return o
 
 
 def lengths(options: Options, budget: int) -> tuple[int, int]:

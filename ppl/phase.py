@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ppl import client, options, preflight, scoring, validity
-from ppl.client import Method, Scored
+from ppl import burst, client, options, preflight, scoring, validity
+from ppl.client import Method
 from ppl.errors import BadAnswer, PplError, Unreachable
-from ppl.facts import Arm, Failure, Instance, ServerFacts
+from ppl.facts import Arm, Instance, ServerFacts
 from ppl.inputs import Input
-from ppl.observe import difference
 from ppl.order import Phase, Step
 from ppl.plan import Configuration, request
 from ppl.preflight import Checked
 from ppl.scoring import Restarted
 from ppl.servers import Launched, Server, identity, same_process
-from ppl.store import Key, Observed, Store, check
 
 if TYPE_CHECKING:
     from ppl.runner import Session
@@ -41,6 +38,7 @@ class Work:
         self.session = session
         self.phase = phase
         self.down: dict[Arm, str] = {}
+        self.died: dict[Arm, int] = {}
 
     # -- preflight --------------------------------------------------------------------
 
@@ -53,8 +51,8 @@ class Work:
 
         """
         s = self.session
-        for server in s.servers.values():
-            self._inspect(server)
+        for arm in list(s.servers):
+            self._guarded(arm, self._inspect)
         self._compare()
         if s.options.attached:
             for server in s.servers.values():
@@ -70,7 +68,17 @@ class Work:
             s.method = self._method()
             s.note(method=s.method)
         for arm in list(s.servers):
-            self._warm(s.servers[arm])
+            self._guarded(arm, self._warm)
+
+    def _guarded(self, arm: Arm, step: Callable[[Server], None]) -> None:
+        """Take a step of the preparation; a server of our own that dies under it is replaced."""
+        server = self.session.servers[arm]
+        try:
+            step(server)
+        except Unreachable as e:
+            if self.session.options.attached:
+                raise Stop(str(e), [f"the {arm} server doesn't answer: {e}"]) from None
+            self.gone(server, f"while it was made ready: {e}")
 
     def _configuration(self, checked: Checked) -> Configuration:
         s = self.session
@@ -102,10 +110,7 @@ class Work:
             if changed:
                 raise Stop(
                     f"{server.arm}: the server's configuration changed",
-                    [
-                        f"{server.arm}: restarted half-way with another configuration: {changed}; "
-                        "start it as it was, or give --out another folder"
-                    ],
+                    [f"{server.arm}: restarted half-way with another configuration: {changed}"],
                 )
         s.checked[server.arm] = checked
         servers = [f for f in s.facts.servers if f.arm != server.arm]
@@ -188,16 +193,12 @@ class Work:
                     ]
                 )
                 return "prompt_logprobs"
-            except Unreachable as e:
-                raise Stop(str(e), [f"{server.arm}: {e}"]) from None
+            except Unreachable:
+                # Whoever asks next notices, and knows what to do.
+                return "prompt_logprobs"
             if small.values.tobytes() != large.values.tobytes():
-                s.note(
-                    warnings=[
-                        *s.facts.warnings,
-                        f"{server.arm}: prompt_logprob_token_ids isn't equal bit for bit to "
-                        "prompt_logprobs, and isn't used",
-                    ]
-                )
+                unlike = "prompt_logprob_token_ids isn't equal bit for bit to prompt_logprobs"
+                s.note(warnings=[*s.facts.warnings, f"{server.arm}: {unlike}, and isn't used"])
                 return "prompt_logprobs"
             scoring.settle(server)
         return "prompt_logprob_token_ids"
@@ -213,7 +214,7 @@ class Work:
         scoring.settle(server)
         try:
             result = scoring.measure(server, planned, item, s.method)
-        except (BadAnswer, Unreachable, Restarted) as e:
+        except (BadAnswer, Restarted) as e:
             raise Stop(f"{server.arm}: {e}", [f"{server.arm}, warm-up: {e}"]) from None
         wrong = validity.deviations(
             result.observed,
@@ -254,16 +255,17 @@ class Work:
                 continue
             key = s.key(s.servers[arm], items[text])
             if s.store.find(key, arm, launch, repeat) is None:
-                self._one(step, items[text])
+                self.one(step, items[text])
+        s.flush()
         if s.options.burst:
             for arm in self.phase.launches:
-                if arm not in self.down:
-                    self._burst(arm)
+                while arm not in self.down and not burst.score(s, arm, self.phase.launches[arm]):
+                    self.gone(s.servers[arm], "in a burst of all texts")
         if self.down:
             self._stopped()
 
-    def _one(self, step: Step, item: Input) -> None:
-        """Score one text, on whatever process the arm has by the end."""
+    def one(self, step: Step, item: Input) -> float:
+        """Score one text, on whatever process the arm has by the end; the request's seconds."""
         s = self.session
         text, arm, launch, repeat = step
         assert s.method is not None
@@ -272,16 +274,16 @@ class Work:
             try:
                 result = scoring.measure(server, s.plan_of(text), item, s.method)
             except BadAnswer as e:
-                self._failed(step, str(e))
-                return
+                s.failed(step, str(e))
+                return 0.0
             except Unreachable as e:
-                self._gone(server, f"while scoring {text}: {e}")
+                self.gone(server, f"while scoring {text}: {e}")
                 continue
             except Restarted as e:
                 self._again(server, f"seen while scoring {text}: {e}")
                 continue
             planned = s.plan_of(text)
-            s.store.put(
+            s.put(
                 result.scored.values,
                 key=s.key(server, item),
                 arm=arm,
@@ -302,18 +304,12 @@ class Work:
             s.requests_s += result.scored.wall_s
             what = f"{text}, {arm} launch {launch} repeat {repeat}"
             s.pace.scored(what, len(item.ids), result.scored.wall_s)
-            return
-
-    def _failed(self, step: Step, reason: str) -> None:
-        text, arm, launch, repeat = step
-        failure = Failure(text=text, arm=arm, launch=launch, repeat=repeat, reason=reason)
-        s = self.session
-        s.note(failures=[*s.facts.failures, failure])
-        s.pace.say(f"FAILED {text}, {arm} launch {launch} repeat {repeat}: {reason}")
+            return result.scored.wall_s
+        return 0.0
 
     # -- servers that go away ---------------------------------------------------------
 
-    def _gone(self, server: Server, why: str) -> None:
+    def gone(self, server: Server, why: str) -> None:
         """Replace a server of our own that died; let one that isn't ours be down."""
         s = self.session
         if not isinstance(s.source, Launched):
@@ -324,35 +320,21 @@ class Work:
         what = f"ended with {code}" if code is not None else "stopped answering"
         s.pace.say(f"{server.arm} {what} {why.partition(':')[0]}: starting it again")
         server.stop()
-        number = server.instance.number + 1
-        launched = [
-            i
-            for i in s.facts.instances
-            if i.arm == server.arm and i.launch == server.instance.launch and i.why != "planned"
-        ]
-        if len(launched) >= MOST_REPLACED:
-            raise Stop(
-                f"{server.arm} died {len(launched) + 1} times",
-                [f"{server.arm}: died {len(launched) + 1} times in one launch, {why}"],
-            )
-        s.facts = s.facts.model_copy(
-            update={
-                "instances": [
-                    i.model_copy(update={"stopped": True})
-                    if (i.arm, i.launch, i.number)
-                    == (server.arm, server.instance.launch, server.instance.number)
-                    else i
-                    for i in s.facts.instances
-                ]
-            }
-        )
+        s.add_instance(server.instance.model_copy(update={"stopped": True}))
+        self.died[server.arm] = self.died.get(server.arm, 0) + 1
+        if self.died[server.arm] > MOST_REPLACED:
+            times = f"died {self.died[server.arm]} times in one launch"
+            raise Stop(f"{server.arm} {times}", [f"{server.arm}: {times}, the last {why}"])
         fresh = Instance(
             arm=server.arm,
             launch=server.instance.launch,
-            number=number,
+            number=server.instance.number + 1,
             why=f"the one before {what} {why.partition(':')[0]}",
         )
-        s.servers[server.arm] = s.source.get((server.arm,), lambda _: fresh)[server.arm]
+        try:
+            s.servers[server.arm] = s.source.get((server.arm,), lambda _: fresh)[server.arm]
+        except PplError as e:
+            raise Stop(str(e), [f"{server.arm}: it didn't come back: {e}"]) from None
         self._ready(s.servers[server.arm])
 
     def _again(self, server: Server, why: str) -> None:
@@ -372,11 +354,10 @@ class Work:
         try:
             self._inspect(server)
             self._compare()
+            self._note_instance(server)
+            self._warm(server)
         except Unreachable as e:
-            self._gone(server, f"after a restart: {e}")
-            return
-        self._note_instance(server)
-        self._warm(server)
+            self.gone(server, f"after a restart: {e}")
 
     def _stopped(self) -> None:
         """Say how to go on."""
@@ -385,81 +366,13 @@ class Work:
         for arm, why in self.down.items():
             url = s.servers[arm].endpoint.url
             reasons.append(f"the {arm} server at {url} went away {why}")
+        s.flush()
         stored = sum(1 for _ in s.store.records())
         raise Stop(
             f"{' and '.join(self.down)} went away; {stored} results are stored: start the server "
             "again and run the same command, which asks only for what is missing",
             reasons,
         )
-
-    # -- the concurrency arm ----------------------------------------------------------
-
-    def _burst(self, arm: Arm) -> None:
-        """Score all texts at once; results are kept once all are there."""
-        s = self.session
-        server = s.servers[arm]
-        launch = self.phase.launches[arm]
-        store = Store(s.options.out / "burst")
-        keys = {i.name: _of_burst(s.key(server, i)) for i in s.items}
-        if all(store.find(keys[i.name], arm, launch, 1) is not None for i in s.items):
-            return
-        assert server.checked is not None
-        assert s.method is not None
-        model, method = server.checked.model, s.method
-        before = scoring.settle(server)
-
-        def one(item: Input) -> Scored:
-            found = client.score(server.endpoint, model, item.ids, method)
-            check(found.values, len(item.ids), f"text {item.name}")
-            return found
-
-        began = time.monotonic()
-        with ThreadPoolExecutor(len(s.items)) as pool:
-            pending = [(i, pool.submit(one, i)) for i in s.items]
-        done: list[tuple[Input, Scored]] = []
-        for item, future in pending:
-            try:
-                done.append((item, future.result()))
-            except Unreachable as e:
-                self._gone(server, f"in a burst: {e}")
-                if arm not in self.down:
-                    self._burst(arm)
-                return
-            except PplError as e:
-                self._failed((item.name, arm, launch, 1), f"in a burst of all texts: {e}")
-        after = scoring.settle(server)
-        route = after.route
-        apart = difference(before, after)
-        if apart.restarted:
-            self._failed(("all", arm, launch, 1), f"in a burst: {apart.restarted}")
-            return
-        for counts in apart.counts.values():
-            wanted = counts.get("chunks") if preflight.packs(route) else 0
-            if counts.get("packs") != wanted or not counts.get("calls"):
-                self._failed(
-                    ("all", arm, launch, 1),
-                    f"in a burst: {counts.get('packs')} packs for {counts.get('chunks')} chunks",
-                )
-                return
-        seconds = time.monotonic() - began
-        s.pace.say(f"{arm} launch {launch}: a burst of {len(done)} texts took {seconds:.1f} s")
-        for item, scored in done:
-            store.put(
-                scored.values,
-                key=keys[item.name],
-                arm=arm,
-                launch=launch,
-                repeat=1,
-                exposed_from=0,
-                budget=s.plan_of(item.name).steps[0].tokens,
-                observed=Observed(route=route),
-                request={"method": method, "burst": len(s.items)},
-                response={"wall_s": round(scored.wall_s, 6), "instance": server.instance.number},
-            )
-
-
-def _of_burst(key: Key) -> Key:
-    return key.model_copy(update={"arguments": (*key.arguments, "burst=all texts at once")})
 
 
 def _changed(known: ServerFacts, now: ServerFacts) -> str:

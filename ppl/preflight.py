@@ -214,10 +214,8 @@ def _settings(
 def _route(snapshot: Snapshot, wanted: str | None) -> list[str]:
     """Say what is wrong with the route that a server tells."""
     if snapshot.channel is None or not snapshot.routes:
-        return [
-            "its route is unproven: neither /collective_rpc nor bytegate_* on /metrics tells it; "
-            "start it as docs/route.md says"
-        ]
+        told = "neither /collective_rpc nor bytegate_* on /metrics tells it"
+        return [f"its route is unproven: {told}; start it as docs/route.md says"]
     if len(snapshot.routes) > 1:
         return [f"its ranks run several routes: {', '.join(snapshot.routes)}"]
     route = snapshot.routes[0]

@@ -38,8 +38,8 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="After --: vLLM's own arguments, for both servers; of servers that are there, what "
-            "they were started with and don't tell themselves.",
+            help="After --: vLLM's own arguments, for both servers; of servers that are there, "
+            "what they were started with and don't tell themselves.",
         ),
     ] = None,
     stock: Annotated[str, typer.Option(help="Address of a server on the route stock.")] = "",
@@ -94,7 +94,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         Path, typer.Option(help="Folder of results, ppl.json and ppl.md; a run goes on there.")
     ] = Path("out/ppl"),
 ) -> None:
-    """Score texts on two servers that differ in the route alone, and compare them token by token."""
+    """Score texts on two servers that differ in the route alone; compare them token by token."""
     options: Any = module("options")
     made = options.Options(
         stock=stock,

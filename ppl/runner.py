@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ppl import inputs, judge, order, transport
 from ppl.client import Method
 from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
-from ppl.facts import Arm, Instance, RunFacts, Timing
+from ppl.facts import Arm, Failure, Instance, RunFacts, Timing
 from ppl.inputs import Input
 from ppl.options import Options, check, lengths, model_identity
 from ppl.order import Phase, Step
@@ -28,8 +29,7 @@ from ppl.phase import Stop, Work
 from ppl.plan import Configuration, Plan, Planned, plan
 from ppl.preflight import Checked
 from ppl.servers import Attached, Launched, Server, end_leftovers
-from ppl.store import Key, Store
-from texts import sources
+from ppl.store import Floats, Key, Store
 
 
 def run(options: Options, pace: Pace) -> PplEvidence:
@@ -65,7 +65,9 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PplError(f"another run writes to {folder}: wait for it, or give another --out")
+            raise PplError(
+                f"another run writes to {folder}: wait for it, or give another --out"
+            ) from None
         yield
 
 
@@ -90,6 +92,8 @@ class Session:
         self.checked: dict[Arm, Checked] = {}
         self.method: Method | None = None
         self.tokens = 0
+        self._writer = ThreadPoolExecutor(1)
+        self._pending: Future[Any] | None = None
         self.requests_s = self.wall_s = 0.0
 
     # -- what is asked for ------------------------------------------------------------
@@ -322,6 +326,13 @@ class Session:
         ]
         self.note(instances=[*others, instance])
 
+    def failed(self, step: Step, reason: str) -> None:
+        """Note a request whose answer must not be scored."""
+        text, arm, launch, repeat = step
+        failure = Failure(text=text, arm=arm, launch=launch, repeat=repeat, reason=reason)
+        self.note(failures=[*self.facts.failures, failure])
+        self.pace.say(f"FAILED {text}, {arm} launch {launch} repeat {repeat}: {reason}")
+
     def note(self, **changes: Any) -> None:
         """Change facts, and write them."""
         self.facts = self.facts.model_copy(update=changes)
@@ -330,6 +341,17 @@ class Session:
     def save(self) -> None:
         """Write ``run.json``."""
         facts_of.write(self.options.out, self.facts)
+
+    def put(self, values: Floats, **facts: Any) -> None:
+        """Store a result while the next request runs: flushing to the disk takes its time."""
+        self.flush()
+        self._pending = self._writer.submit(self.store.put, values, **facts)
+
+    def flush(self) -> None:
+        """Wait until every result is stored."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
     def stop_servers(self) -> None:
         """Stop servers of our own and note that they are."""
@@ -352,6 +374,8 @@ class Session:
 
     def close(self) -> None:
         """Stop what runs, and note how long it took."""
+        self.flush()
+        self._writer.shutdown()
         if self.servers:
             self.stop_servers()
         if self.requests_s:

@@ -20,9 +20,9 @@ from kvroute.process import ServerProcess, session
 from ppl import options as opt
 from ppl.errors import PplError
 from ppl.facts import ARMS, Arm, Instance
+from ppl.observe import Snapshot
 from ppl.options import Options
 from ppl.preflight import Checked
-from ppl.observe import Snapshot
 from ppl.transport import Endpoint
 
 UP_S = 900.0

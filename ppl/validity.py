@@ -125,8 +125,8 @@ def _counters(seen: Observed) -> list[str]:
 def _unproven(records: Sequence[Record]) -> list[str]:
     """Name arms whose route nothing shows: an unproven route is no evidence."""
     return [
-        f"the route of the {arm} arm is unproven: nothing shows which one ran, in {n} of {len(mine)} "
-        "results"
+        f"the route of the {arm} arm is unproven: nothing shows which one ran, for {n} of "
+        f"{len(mine)} results"
         for arm in ("stock", "fused")
         if (mine := [r for r in records if r.arm == arm])
         and (n := sum(r.observed.route is None for r in mine))

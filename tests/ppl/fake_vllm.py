@@ -218,7 +218,7 @@ class Fake:
 _NAMES = ("calls", "chunks", "continuations", "context_tokens", "packs", "pack_rows")
 
 
-def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
+def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:  # noqa: C901 - a server's pages
     """Return the handler of a fake server."""
     o = fake.options
 
@@ -297,7 +297,8 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
 def completion(body: dict[str, Any], values: Any) -> dict[str, Any]:
     """Return an answer of ``/v1/completions``."""
     ids = body["prompt"]
-    rows = [{str(i): {"logprob": float(v), "rank": 1}} for i, v in zip(ids[1:], values, strict=True)]
+    scored = zip(ids[1:], values, strict=True)
+    rows = [{str(i): {"logprob": float(v), "rank": 1}} for i, v in scored]
     usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": 0}}
     choice = {"token_ids": [0], "prompt_token_ids": ids, "prompt_logprobs": [None, *rows]}
     return {"choices": [choice], "usage": usage}

@@ -123,7 +123,9 @@ def _cached_tokens(
     return json.dumps(body).encode(), code
 
 
-def _busy_once(proxy: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> tuple[bytes, int]:
+def _busy_once(
+    proxy: Proxy, path: str, _asked: bytes, answer: bytes, code: int
+) -> tuple[bytes, int]:
     if path == SCORES and not proxy.kept:
         proxy.kept = b"said"
         return b"busy", 503
@@ -161,9 +163,7 @@ class Proxy:
         self.kept = b""
         self.server = _Server(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self.server.serve_forever, args=(0.02,), daemon=True
-        )
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:

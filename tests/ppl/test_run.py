@@ -98,9 +98,7 @@ def test_two_servers_of_equal_bits_are_identical(fake: Start, texts: Path, tmp_p
     assert not any("NO CONTINUATION" in x for x in made.warnings)
 
 
-def test_compare_says_the_same_of_what_a_run_left(
-    fake: Start, texts: Path, tmp_path: Path
-) -> None:
+def test_compare_says_the_same_of_what_a_run_left(fake: Start, texts: Path, tmp_path: Path) -> None:
     made = go(fake(route="stock"), fake(route="fused", fault="NaN"), texts, tmp_path / "out")
     again = judge.compare_stored([tmp_path / "out"])
     assert again.decided == made.decided
@@ -150,9 +148,7 @@ def test_a_small_bias_on_exposed_tokens_is_different(
     assert all(t.unexposed.differing == 0 for t in made.texts)
 
 
-def test_retries_are_of_the_transport_and_counted(
-    fake: Start, texts: Path, tmp_path: Path
-) -> None:
+def test_retries_are_of_the_transport_and_counted(fake: Start, texts: Path, tmp_path: Path) -> None:
     fused = fake(route="fused", fault="busy once")
     made = go(fake(route="stock"), fused, texts, tmp_path / "out")
     assert made.run is not None

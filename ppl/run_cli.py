@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 from equiv import document
-from equiv.evidence import write_text
 from ppl.errors import PplError
 
 
@@ -122,11 +122,16 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     )
     with module("pace").Pace() as pace:
         found = module("runner").run(made, pace)
-    module("evidence").write(out / "ppl.json", found)
-    blocks = module("report").blocks(found)
-    document.show(blocks, sys.stdout)
-    write_text(out / "ppl.md", document.markdown(blocks))
+    stored = module("judge").gather([out]) if found.runs else {}
+    module("outputs").leave(out, found, stored, command=_typed())
+    document.show(module("report").blocks(found), sys.stdout)
     raise typer.Exit(found.exit_code)
+
+
+def _typed() -> str:
+    """Return the command as a person would type it again."""
+    words = sys.argv[1:]
+    return shlex.join(["bytegate", "ppl", *words[words[:1] == ["ppl"] :]])
 
 
 def _range(words: str) -> tuple[int, int] | None:

@@ -291,3 +291,23 @@ def test_a_layer_is_hooked_when_its_module_is_imported_later(
     assert late_layers.Layer.__init__.__wrapped__.__name__ == "__init__"
     assert not hasattr(late_layers.Layer.__init__.__wrapped__, "__wrapped__")
     monkeypatch.delitem(sys.modules, "late_layers")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fires"),
+    [
+        ("VLLM_K3_DCP_FUSED_KV_PACK", "false", True),
+        ("VLLM_K3_DCP_FUSED_KV_PACK", " 0 ", True),
+        ("VLLM_K3_DCP_FUSED_KV_PACK", "True", False),
+        ("VLLM_K3_DCP_FUSED_KV_PACK", "", False),
+        ("VLLM_K3_DCP_FUSED_KV_PACK_DISABLE", "true", True),
+        ("VLLM_K3_DCP_FUSED_KV_PACK_DISABLE", "off", False),
+    ],
+)
+def test_a_kill_switch_fires_however_it_is_spelt(name: str, value: str, fires: bool) -> None:  # noqa: FBT001
+    assert (decide.fired_switch({name: value}) is not None) == fires
+
+
+def test_a_kill_switch_that_means_nothing_is_refused() -> None:
+    with pytest.raises(RouteError, match=r"DISABLE='maybe': expected 0 or 1"):
+        decide.fired_switch({"VLLM_K3_DCP_FUSED_KV_PACK_DISABLE": "maybe"})

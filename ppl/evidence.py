@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from equiv import seal
 from equiv.evidence import write_text
 from ppl.errors import PplError
+from ppl.facts import RunFacts
 from ppl.stats import Noise, Tost
 from ppl.verdict import Claim, Verdict, exit_code
 
@@ -181,6 +182,7 @@ class PplEvidence(_Frozen):
     suite: dict[str, JsonValue] = {}
     """Which bytegate compared: ``equiv.environment.suite``; empty where nobody asked."""
     content_sha256: str = ""
+    run: RunFacts | None = None
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
@@ -212,6 +214,8 @@ def contradictions(made: PplEvidence) -> list[str]:
         if not (0 <= t.exposed_agreeing <= t.agreeing <= t.rows and t.exposed_rows <= t.rows)
         or (t.agreeing < t.rows) != bool(t.flips)
     ]
+    if made.run is not None and made.verdict != "INVALID" and made.run.reasons():
+        wrong.append(f"{made.verdict}, and the run says {made.run.reasons()[0]!r}")
     wrong += [f"{t.text}: ULP counts" for t in made.texts if sum(t.ulp.values()) != t.rows]
     return wrong
 

@@ -102,7 +102,7 @@ class Piece:
     def device(self) -> str:
         """``"cpu"``, or ``"gpu"`` and the model; of servers also ``"unstated"``."""
         if self.layer == "servers":
-            return _servers_device(self.versions, getattr(self.made, "run", None))
+            return servers_device(self.versions, getattr(self.made, "run", None))
         if not str(self.made.device).startswith("cuda"):
             return "cpu"
         model = _mapping(self.environment.get("device")).get("model", "of an unknown model")
@@ -296,7 +296,7 @@ GATHERS = {"nccl": "gpu", "symmetric": "gpu", "gloo": "cpu"}
 """What a rank's counters call the gather that ran, and where that runs."""
 
 
-def _servers_device(versions: Mapping[str, str], run: Any) -> str:
+def servers_device(versions: Mapping[str, str], run: Any) -> str:
     """Tell where servers ran: from the torch of the stored keys, else from the gather that ran."""
     torch = versions.get("torch", "")
     for mark, device in (("+cpu", "cpu"), ("+cu", "gpu"), ("+rocm", "gpu")):

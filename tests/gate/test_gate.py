@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -33,7 +34,7 @@ from evidence_tree import (
 )
 
 from equiv import evidence
-from equiv.gate import block, record
+from equiv.gate import block, collect, record
 from equiv.perf import record as perf
 from equiv.result import FINDINGS
 
@@ -356,6 +357,37 @@ def test_two_gpus_may_have_another_torch_each(tree: Path) -> None:
     put(tree, equiv("cuda:0", environment=made), "b200", "equiv")
     assert gate(tree).code == 0
     assert cell(tree, "kernel", "gpu NVIDIA B200")["state"] == "passed"
+
+
+def test_servers_are_of_the_commit_that_ran_them_and_of_the_one_that_compared(tree: Path) -> None:
+    from ppl.facts import RunFacts, write
+
+    for commit, code in ((COMMIT, 0), ("b" * 40, 4)):
+        suite = {"commit": commit, "dirty": False, "sources_sha256": {"equiv": "1" * 64}}
+        facts = RunFacts(
+            asked={}, claim="identical", margin_nats=None, environment={"suite": suite}
+        )
+        write(tree / "ppl", facts)
+        ppl(tree / "ppl")
+        done = gate(tree)
+        assert done.code == code, done.said
+    assert "commits differ" in done.said
+    assert "bbbbbbbbbbbb in tree/ppl/ppl.json" in done.said
+
+
+@pytest.mark.parametrize(
+    ("torch", "gather", "device"),
+    [
+        ("2.13.0+cpu", "", "cpu"),
+        ("2.11.0+cu130", "", "gpu"),
+        ("", "nccl", "gpu"),
+        ("", "gloo", "cpu"),
+        ("2.11.0", "", "unstated"),
+    ],
+)
+def test_where_servers_ran_is_what_they_say(torch: str, gather: str, device: str) -> None:
+    run = SimpleNamespace(servers=[SimpleNamespace(facts={"gather": gather})])
+    assert collect.servers_device({"torch": torch}, run) == device
 
 
 # -- usage ---------------------------------------------------------------------------------

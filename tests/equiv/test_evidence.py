@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equiv import evidence
@@ -160,6 +160,7 @@ def test_what_is_written_is_read_back_equal(
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
+@settings(deadline=None)  # a file each, on a disk that others use
 @given(
     detail=texts,
     environment=st.dictionaries(

@@ -4,7 +4,8 @@
 all of it        the commit of bytegate, and the sources of each of its packages and pairs
 kernel layer     the pair, which is the policy's
 one candidate    the digest of its source, wherever its module's name appears
-loop layer       the pack, which is the policy's; vLLM unchanged but for the suite's stand-ins
+loop layer       the pack, which is the policy's
+servers          the fused arm's route, which is the policy's
 one kind, CPU    the version of vLLM, of all that state one: a CPU's and a GPU's may differ
 or GPU
 one device and   torch, triton, vLLM, and the libraries with vLLM's op, by digest: of a campaign
@@ -124,6 +125,10 @@ def _units(pieces: Sequence[Piece], policy: Policy) -> Iterator[str]:
             yield f"{p.name} is of the pair {p.made.pair}, the policy's is {policy.kernel.pair}"
         if p.layer == "loop" and p.made.pack != policy.loop.pack:
             yield f"{p.name} is of the pack {p.made.pack}, the policy's is {policy.loop.pack}"
+        if p.layer == "servers" and p.made.verdict != "INVALID" and p.made.subject is not None:
+            ran = ", ".join(p.made.subject.routes.get("fused", ())) or "none"
+            if ran != policy.servers.route:
+                yield f"{p.name} is of the route {ran}, the policy's is {policy.servers.route}"
 
 
 def _candidates(pieces: Sequence[Piece]) -> Iterator[str]:

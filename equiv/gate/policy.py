@@ -53,6 +53,7 @@ class Servers(_Part):
     """The server layer; ``arguments`` are handed to ``bytegate ppl run``."""
 
     required: Devices
+    route: str = Field(min_length=1)
     claim: Literal["identical", "equivalent"]
     margin_nats: float = Field(gt=0)
     texts: int = Field(ge=1)

@@ -68,7 +68,7 @@ def steps(policy: Policy) -> Iterator[Step]:
         words = ("loop", "faults", "--profile", policy.loop.profile)
         yield Step("loop_faults", "loop-faults", words, "faults.json")
     if s.required != "no":
-        words = ("ppl", "run", "--claim", s.claim, *s.arguments)
+        words = ("ppl", "run", "--route", s.route, "--claim", s.claim, *s.arguments)
         yield Step("servers", "ppl", words, "ppl.json")
 
 

@@ -115,6 +115,12 @@ def other_run(root: Path) -> None:
     shutil.copy(other / "ppl.json", root / SERVERS)
 
 
+def other_route(root: Path) -> None:
+    shutil.rmtree(root / "ppl")
+    arrays(root / "ppl", routes={"fused": "fault:L07"})
+    ppl(root / "ppl")
+
+
 def swap_faults(root: Path) -> None:
     shutil.copy(root / LOOP_FAULTS, root / FAULTS)
 
@@ -242,6 +248,9 @@ AT_THE_GATE = {
     "another pair": Tampering(other_pair, 4, ("is of the pair deinterleave, the policy's is",)),
     "another pack": Tampering(
         change(LOOP, key("pack", "fused")), 4, ("is of the pack fused, the policy's is my_pack",)
+    ),
+    "another route": Tampering(
+        other_route, 4, ("ppl.json is of the route fault:L07, the policy's is fused",)
     ),
     "an unknown schema": Tampering(
         change(EQUIV, key("schema", "bytegate.equivalence")),

@@ -58,7 +58,7 @@ GROUPS = ("lint", "typecheck", "tests", "build")
 COMMANDS = {
     "equiv": "equiv",
     "ppl": "ppl",
-    "gate": "gate",
+    "gate": "equiv.gate",
     "bench": "equiv.bench",
     "texts": "texts",
 }

@@ -36,6 +36,8 @@ STYLES = {
     "missed": "red",
     "gone": "red",
     "not covered": "yellow",
+    "covered": "green",
+    "partly": "yellow",
     "not exercised": "yellow",
 }
 """Colours of words that are states."""

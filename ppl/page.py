@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from equiv.errors import ExitCode
 from ppl import report
-from ppl.charts import Charts, Spec
+from ppl.chart import Spec
+from ppl.charts import Charts
 from ppl.evidence import PplEvidence
 from ppl.runs import ACROSS, KINDS, kind, noise_pair
 

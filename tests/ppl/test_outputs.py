@@ -15,7 +15,7 @@ import pytest
 import vl_convert
 
 from equiv import document
-from ppl import charts, evidence, judge, outputs, page, report, thin, tokens, top1
+from ppl import charts, charts_tokens, evidence, judge, outputs, page, report, thin, tokens, top1
 from ppl.compare import ulp_distance
 from ppl.errors import PplError
 from ppl.evidence import PplEvidence
@@ -314,8 +314,8 @@ def test_many_texts_are_left_out_by_name_of_the_number(tmp_path: Path) -> None:
     fill(tmp_path, noisy, texts=names, rows=120)
     made, found = compared(tmp_path)
     drawn = charts.draw(made, found)
-    assert len(drawn.position) == charts.POSITIONS
-    assert f"the {charts.POSITIONS} texts with the largest differences, of 40" in (
+    assert len(drawn.position) == charts_tokens.POSITIONS
+    assert f"the {charts_tokens.POSITIONS} texts with the largest differences, of 40" in (
         drawn.position_caption
     )
     assert f"the {charts.BARS} texts with the largest differences, of 40" in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppl.errors import PplError
@@ -41,6 +41,7 @@ def test_a_cpu_server_with_a_small_workspace() -> None:
     assert made.rows - made.merged_from == 463
 
 
+@settings(deadline=None)
 @given(
     tokens=st.integers(2, 4000),
     budget=st.integers(1, 700),

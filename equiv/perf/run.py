@@ -1,0 +1,88 @@
+"""From what was asked for to ``perf.json``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from equiv import candidates, document, evidence
+from equiv.environment import collect
+from equiv.errors import NotCovered
+from equiv.pairs import load_pair
+from equiv.perf import report, tail
+from equiv.perf.record import PerfEvidence, Serving, Tail, verdict_of
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``bytegate perf`` was asked for.
+
+    Attributes
+    ----------
+    only : for some dimensions of the pair, the values to time.
+    serving : measures serving and returns it; None where it wasn't asked for.
+
+    """
+
+    pair: str
+    candidates: Sequence[str]
+    device: str
+    library: str | None
+    out: Path
+    command: str
+    tail: bool = True
+    only: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    serving: Callable[[Progress], Serving] | None = None
+
+
+def run(asked: Asked, progress: Progress) -> PerfEvidence:
+    """Measure, and write ``perf.json`` and ``perf.md``; a part that can't run is not covered.
+
+    Raises
+    ------
+    UsageError : bad names, or a folder that can't be written.
+
+    """
+    evidence.check_folder(asked.out)
+    began = time.perf_counter()
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    pair = load_pair(asked.pair)
+    not_covered: list[str] = []
+    measured: Tail | None = None
+    served: Serving | None = None
+    for name in asked.candidates:
+        candidates.check_name(pair, name)
+    tail.points(pair, asked.only)
+    if asked.tail:
+        names = asked.candidates or list(pair.candidates)
+        try:
+            measured, missing = tail.run(
+                pair, names, asked.device, asked.library, asked.only, progress=progress
+            )
+            not_covered += missing
+        except NotCovered as e:
+            not_covered.append(f"the tail: {str(e).removeprefix('not covered: ')}")
+    if asked.serving is not None:
+        try:
+            served = asked.serving(progress)
+        except NotCovered as e:
+            not_covered.append(f"serving: {str(e).removeprefix('not covered: ')}")
+    word, code = verdict_of(measured, served)
+    made = PerfEvidence(
+        verdict=word,
+        exit_code=code,
+        tail=measured,
+        serving=served,
+        not_covered=not_covered,
+        environment=collect(asked.device, asked.library),
+        started=started,
+        seconds=round(time.perf_counter() - began, 1),
+        command=asked.command,
+    )
+    evidence.write(asked.out / "perf.json", made)
+    evidence.write_text(asked.out / "perf.md", document.markdown(report.blocks(made)))
+    return made

@@ -143,6 +143,12 @@ class K3Insert:
         """Return T * H."""
         return int(point["T"] * point["H"])
 
+    def bytes_moved(self, point: Point) -> int:
+        """Return the fewest bytes that pass through memory, if every token has a slot."""
+        row = 2 * stock.NOPE + stock.ROPE
+        token = stock.ROPE + stock.LATENT + stock.ENTRY
+        return int(2 * (row * self.rows(point) + token * point["T"]))
+
     def rows_per_pass(self, multiprocessors: int) -> Sequence[int]:
         """Return the block of 16 rows; how vLLM's launch goes on isn't known."""
         del multiprocessors

@@ -118,6 +118,12 @@ def check_triton(point: dict[str, Any]) -> None:
     assert triton_insert.launches() == launches + (point["T"] > 0)
 
 
+def test_bytes_are_counted_once() -> None:
+    # 2 tokens of 3 heads: 128 columns in, 192 out; a token's k_pe and latent in, its entry out
+    point = {"T": 2, "H": 3, "dtype": "bf16", "slots": "in_order"}
+    assert PAIR.bytes_moved(point) == 2 * (6 * (128 + 192) + 2 * (64 + 512 + 576))
+
+
 def test_vllm_is_not_covered_without_a_gpu() -> None:
     for name in ("vllm", "vllm_cache_op"):
         with pytest.raises(Unavailable, match="CUDA"):

@@ -58,7 +58,7 @@ GROUPS = ("lint", "typecheck", "tests", "build")
 COMMANDS = {
     "equiv": "equiv",
     "ppl": "ppl",
-    "gate": "gate",
+    "gate": "equiv.gate",
     "bench": "equiv.bench",
     "texts": "texts",
 }
@@ -111,7 +111,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Measure bytegate's own speed: `-- equiv` names what to measure."""
+    """Measure: `-- equiv` the suite, `-- pack` a kernel on a GPU, and more, by name."""
     _hand_over(session)
 
 

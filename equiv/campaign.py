@@ -92,7 +92,7 @@ def run_candidate(
                 lanes.append(LaneRun(worker, plan, made, options, seen, progress).go())
                 if lanes[-1].findings and options.first_finding_only:
                     break
-            toll, guard = worker.toll, worker.guard
+            toll, guard, source = worker.toll, worker.guard, worker.source
     except Unavailable as e:
         return _uncovered(name, str(e)), seen
     patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
@@ -113,6 +113,7 @@ def run_candidate(
             ledger=uses,
             crashes=toll.crashes,
             hangs=toll.hangs,
+            source_sha256=source,
         ),
         seen,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -84,6 +85,31 @@ def import_function(name: str) -> Any:
         msg = f"candidate {name!r}: {attribute} {what} in {where}"
         raise UsageError(msg)
     return found
+
+
+SOURCES = (".py", ".toml", ".so", ".cu", ".cuh", ".cpp", ".cc", ".h", ".hpp", ".ptx", ".cubin")
+"""Files of a package that say what a kernel in it does."""
+
+
+def source_sha256(name: str) -> str:
+    """Return the SHA-256 of what somebody's own kernel was imported from.
+
+    That is the file of a module that stands alone, and the sources in the folder of one in a
+    package, by name and content. Empty for a candidate of the pair, and where there is no file.
+    """
+    if not is_own(name):
+        return ""
+    where = name.rpartition(":")[0]
+    module = None if where.endswith(".py") else sys.modules.get(where)
+    path = Path(where if where.endswith(".py") else getattr(module, "__file__", None) or "")
+    if not path.is_file():
+        return ""
+    whole = hashlib.sha256()
+    inside = bool(getattr(module, "__package__", ""))
+    for file in sorted(path.parent.iterdir()) if inside else (path,):
+        if file.is_file() and (file.suffix in SOURCES or not inside):
+            whole.update(f"{file.name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def module_name(path: Path) -> str:

@@ -16,6 +16,7 @@ import typer
 
 from equiv.command import run_app
 from equiv.errors import NotCovered, UsageError, worst
+from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
@@ -38,6 +39,8 @@ equiv_app = typer.Typer(
 )
 app.add_typer(equiv_app, name="equiv")
 app.add_typer(loop_app, name="loop")
+app.add_typer(gate_app, name="gate")
+app.command()(verify)
 app.add_typer(texts_app, name="texts")
 app.add_typer(ppl_app, name="ppl")
 

@@ -307,7 +307,7 @@ def flags() -> dict[str, str]:
     }
 
 
-def _suite() -> dict[str, Any]:
+def suite() -> dict[str, Any]:
     """Say which suite ran: its distribution, the checkout's commit, and hashes of its sources."""
     root = Path(__file__).resolve().parents[1]
     checkout = (root / ".git").exists() and (root / "pyproject.toml").is_file()
@@ -350,11 +350,15 @@ def _installed_commit(name: str) -> str | None:
     return None if found is None else str(found)
 
 
+ROOMS = ("kvroute", "ppl", "texts")
+"""Packages of this project beside this one, whose sources are hashed where they are there."""
+
+
 def _sources() -> dict[str, str]:
-    """Hash the source files of this package and of each registered pair's."""
+    """Hash the source files of this package, of its neighbours, and of each registered pair's."""
     packages = {"equiv": Path(__file__).resolve().parent}
-    for target in registered().values():
-        package = target.partition(":")[0].partition(".")[0]
+    pairs = [target.partition(":")[0].partition(".")[0] for target in registered().values()]
+    for package in (*ROOMS, *pairs):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:
             packages[package] = Path(folder)
@@ -395,7 +399,7 @@ def collect(device: str, library: str | None) -> dict[str, Any]:
         "device": {"name": device} if device == "cpu" else probe(_gpu, device),
         "cpu": probe(_cpu),
         "flags": probe(flags),
-        "suite": probe(_suite),
+        "suite": probe(suite),
         "platform": probe(_platform),
     }
     return dict(json.loads(json.dumps(found, default=str)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from equiv import seal
 from equiv.errors import BytegateError, UsageError
 from equiv.files import write_whole
 
@@ -126,6 +127,8 @@ class Lane:
     bound: float | None
     findings: list[Finding]
     samples: list[Sample]
+    alignment: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Cases by where a base or pitch lies, ``"kv_nope base 2"``, and by outcome."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class Candidate:
     state : ``"passed"``, ``"failed"`` or ``"not covered"``, with ``reason``.
     guard : how its outputs were guarded: ``"dispatch"``, ``"out"`` or ``"malloc"``.
     proof : what shows that the named kernel ran, and for stock that no fused one did.
+    source_sha256 : digest of the file, or of the package's folder, that somebody's own kernel came
+        from; empty for the pair's candidates, whose sources the environment has.
 
     """
 
@@ -150,6 +155,7 @@ class Candidate:
     ledger: list[LedgerUse]
     crashes: int
     hangs: int
+    source_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,7 @@ class EquivEvidence:
     schema: str = SCHEMA
     schema_version: int = SCHEMA_VERSION
     validated: bool = field(default=False)
+    content_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,6 +233,7 @@ class FaultsEvidence:
     schema: str = "bytegate.faults"
     schema_version: int = SCHEMA_VERSION
     validated: bool = field(default=False)
+    content_sha256: str = ""
 
 
 VERDICTS = {"PASS": 0, "FAIL": 1, "NOT COVERED": 4, "INVALID": 4}
@@ -342,7 +350,7 @@ def write(path: Path, evidence: Any) -> None:
     text = json.dumps(dataclasses.asdict(value), indent=1, allow_nan=False)
     if adapter is not None:
         adapter.validate_json(text, strict=False)
-    write_text(path, text + "\n")
+    write_text(path, seal.sealed(text))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -372,15 +380,17 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
     if found != (wanted, SCHEMA_VERSION):
         msg = f"{path} is of schema {found}, expected {wanted} version {SCHEMA_VERSION}"
         raise UsageError(msg)
+    if wrong := seal.broken(raw):
+        raise UsageError(f"the evidence {path} is damaged: {wrong}")
     try:
         made = adapter.validate_json(json.dumps(raw), strict=True)
     except ValueError as e:
         first = str(e).splitlines()
         msg = f"the evidence {path} is damaged: {' '.join(x.strip() for x in first[:3])}"
         raise UsageError(msg) from None
-    wrong = contradictions(made)
-    if wrong:
-        raise UsageError(f"the evidence {path} contradicts itself: {'; '.join(wrong[:3])}")
+    against = contradictions(made)
+    if against:
+        raise UsageError(f"the evidence {path} contradicts itself: {'; '.join(against[:3])}")
     return made
 
 
@@ -409,6 +419,7 @@ class LoopEvidence:
     Attributes
     ----------
     pack : the pack under test, by name or ``module:function``.
+    pack_sha256 : digest of the file or folder that somebody's own pack came from.
     patches : ``module:function`` values that changed vLLM before the run.
     untouched : whether vLLM's loop and what it calls were the wheel's own (``kvroute.untouched``).
     stand_ins : what replaced a thing that the device lacks.
@@ -436,4 +447,6 @@ class LoopEvidence:
     command: str
     schema: str = "bytegate.loop"
     schema_version: int = SCHEMA_VERSION
+    pack_sha256: str = ""
     validated: bool = field(default=False)
+    content_sha256: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from xml.etree import ElementTree as ET
 
 from equiv.errors import ExitCode
@@ -32,7 +32,7 @@ _ILLEGAL = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
-class _Test:
+class Test:
     """One test case; ``kind`` is ``""`` or the name of the element that says why it didn't pass."""
 
     suite: str
@@ -57,15 +57,15 @@ def of_equiv(made: EquivEvidence) -> str:
         suite = f"{made.pair}.{c.name}"
         if not c.lanes:
             kind = "error" if required and not lanes_explain else "skipped"
-            tests.append(_Test(suite, "candidate", 0.0, kind, "not covered", c.reason))
+            tests.append(Test(suite, "candidate", 0.0, kind, "not covered", c.reason))
             continue
         tests += [_lane(suite, x, required=required) for x in c.lanes]
         tests.append(_declared(suite, c))
     if made.reference_ledger:
         gone = _gone(made.reference_ledger)
         kind = "failure" if gone else ""
-        tests.append(_Test(f"{made.pair}.stock", "ledger", 0.0, kind, "gone", "; ".join(gone)))
-    return _xml(f"bytegate equiv {made.pair} on {made.device}", made, tests)
+        tests.append(Test(f"{made.pair}.stock", "ledger", 0.0, kind, "gone", "; ".join(gone)))
+    return xml(f"bytegate equiv {made.pair} on {made.device}", made, tests)
 
 
 def of_loop(made: LoopEvidence) -> str:
@@ -75,8 +75,8 @@ def of_loop(made: LoopEvidence) -> str:
     problems = made.untouched.get("problems", [])
     kind = "failure" if problems and not made.patches else ""
     text = "\n".join(problems)
-    tests.append(_Test("loop", "untouched", 0.0, kind, "changed", f"{len(problems)} changes", text))
-    return _xml(f"bytegate loop on {made.device}", made, tests)
+    tests.append(Test("loop", "untouched", 0.0, kind, "changed", f"{len(problems)} changes", text))
+    return xml(f"bytegate loop on {made.device}", made, tests)
 
 
 def of_faults(made: FaultsEvidence) -> str:
@@ -86,7 +86,7 @@ def of_faults(made: FaultsEvidence) -> str:
     for r in made.faults:
         kind = {"caught": "", "not_covered": "skipped"}.get(r.outcome, "failure")
         tests.append(
-            _Test(suite, f"{r.id} {r.title}", r.seconds, kind, r.outcome, r.detail, r.smallest)
+            Test(suite, f"{r.id} {r.title}", r.seconds, kind, r.outcome, r.detail, r.smallest)
         )
     alarms: dict[str, list[dict[str, Any]]] = {}
     for a in made.false_alarms.get("alarms", ()):
@@ -97,23 +97,23 @@ def of_faults(made: FaultsEvidence) -> str:
         kind = "failure" if found else ""
         message = f"{len(found)} false alarms" if found else ""
         tests.append(
-            _Test(f"{made.pair}.clean", name, 0.0, kind, "false alarm", message, "\n".join(lines))
+            Test(f"{made.pair}.clean", name, 0.0, kind, "false alarm", message, "\n".join(lines))
         )
-    return _xml(f"bytegate equiv faults {made.pair} on {made.device}", made, tests)
+    return xml(f"bytegate equiv faults {made.pair} on {made.device}", made, tests)
 
 
-def _lane(suite: str, lane: Lane, *, required: bool) -> _Test:
+def _lane(suite: str, lane: Lane, *, required: bool) -> Test:
     if lane.state == "failed":
         findings = lane.findings
         first = f"{findings[0].kind}: {findings[0].detail}" if findings else "; ".join(lane.missing)
         kind = findings[0].kind if findings else lane.state
         text = "\n\n".join(_finding(f) for f in findings)
-        return _Test(suite, lane.lane, lane.seconds, "failure", kind, first, text)
+        return Test(suite, lane.lane, lane.seconds, "failure", kind, first, text)
     if lane.state == "not covered":
         message = "NOT COVERED: " + ("; ".join(lane.missing) or "no case ran")
         kind = "error" if required else "skipped"
-        return _Test(suite, lane.lane, lane.seconds, kind, "not covered", message)
-    return _Test(suite, lane.lane, lane.seconds)
+        return Test(suite, lane.lane, lane.seconds, kind, "not covered", message)
+    return Test(suite, lane.lane, lane.seconds)
 
 
 def _finding(f: Finding) -> str:
@@ -138,12 +138,12 @@ def _gone(uses: Sequence[LedgerUse]) -> list[str]:
     ]
 
 
-def _declared(suite: str, c: Candidate) -> _Test:
+def _declared(suite: str, c: Candidate) -> Test:
     """Whether the candidate failed for a reason that no lane has: the ledger, or the proof."""
     failed = c.state == "failed" and (bool(c.reason) or all(x.state != "failed" for x in c.lanes))
     message = c.reason or "failed"
     text = "\n".join(_gone(c.ledger))
-    return _Test(
+    return Test(
         suite, "ledger and proof", 0.0, "failure" if failed else "", "ledger", message, text
     )
 
@@ -162,14 +162,26 @@ def _legal(words: dict[str, str]) -> dict[str, str]:
     return {name: legal(value) for name, value in words.items()}
 
 
-def _xml(
-    title: str, made: EquivEvidence | FaultsEvidence | LoopEvidence, tests: list[_Test]
-) -> str:
+class Told(Protocol):
+    """What any run's verdict has."""
+
+    @property
+    def verdict(self) -> str: ...  # noqa: D102 - described by the protocol
+    @property
+    def exit_code(self) -> int: ...  # noqa: D102
+    @property
+    def started(self) -> str: ...  # noqa: D102
+    @property
+    def seconds(self) -> float: ...  # noqa: D102
+
+
+def xml(title: str, made: Told, tests: list[Test]) -> str:
+    """Return test cases as JUnit XML; where the exit code isn't 0 at least one of them fails."""
     if made.exit_code != ExitCode.PASS and not any(t.kind in {"failure", "error"} for t in tests):
         message = f"{made.verdict}, exit code {made.exit_code}"
         tests = [
             *tests,
-            _Test(
+            Test(
                 f"{getattr(made, 'pair', 'loop')}.verdict",
                 "verdict",
                 0.0,
@@ -187,6 +199,8 @@ def _xml(
         element = ET.SubElement(root, "testsuite", _legal({**head, **_counts(own)}))
         properties = ET.SubElement(element, "properties")
         for name in ("profile", "device", "seed", "command", "verdict"):
+            if not hasattr(made, name):  # a gate's verdict has no device of its own
+                continue
             words = {"name": name, "value": str(getattr(made, name))}
             ET.SubElement(properties, "property", _legal(words))
         for t in own:
@@ -200,7 +214,7 @@ def _xml(
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _counts(tests: Sequence[_Test]) -> dict[str, str]:
+def _counts(tests: Sequence[Test]) -> dict[str, str]:
     kinds = [t.kind for t in tests]
     return {
         "tests": str(len(tests)),

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from equiv import evidence, shrink
+from equiv.arena import dense_pitches
 from equiv.case import parse
 from equiv.domain import claim_of
 from equiv.errors import DoesNotFit, UsageError
 from equiv.hunt import Hunt
 from equiv.lanes import Lanes, Plan, Target, kinds_of
 from equiv.profiles import Profile, examples, settings_of
-from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, Result
+from equiv.result import DECLARED, EQUAL, PASSING, REFUSED, UNDEFINED, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,6 +84,30 @@ def repro_command(case: Case, options: Options) -> str:
     return shlex.join(words)
 
 
+LATTICE_BYTES = 32
+"""Of base offsets: the widest load of a GPU's, twice what these kernels use."""
+
+
+def places_of(pair: OpPair, case: Case) -> list[str]:
+    """Name where the bases and pitches of a case lie, inside the domain's axes alone.
+
+    ``"kv_nope base 2"``: its first element lies 2 bytes off a multiple of 32; ``"k_pe pitch 4"``:
+    rows are 4 elements further apart than in a dense tensor.
+    """
+    if any(case[a] not in values for a, values in pair.domain_axes.items()):
+        return []
+    shapes = {o.name: o.shape for o in pair.operands(dict(case.point))}
+    found = []
+    for name, view in case.views:
+        dense = dense_pitches(shapes[name])
+        wider = [p - d for p, d in zip(view.pitches, dense, strict=True) if p != d]
+        if wider:
+            found.append(f"{name} pitch {wider[-1]}")
+        else:
+            found.append(f"{name} base {view.offset_bytes % LATTICE_BYTES}")
+    return found
+
+
 class Stopped(Exception):
     """The whole run is being stopped."""
 
@@ -112,6 +137,7 @@ class LaneRun:
         self.statuses: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
         self.layouts: Counter[str] = Counter()
+        self.places: dict[str, Counter[str]] = {}
         self.rows: list[int] = []
         self.ranges: dict[str, tuple[int, int]] = {}
         self.enumerated = self.drawn = self.skipped = 0
@@ -163,6 +189,10 @@ class LaneRun:
         self.guarded += result.outputs_guarded
         self.bytes_compared += result.bytes_compared
         account(self.seen, result)
+        if self.plan.lane == "alignment":
+            outcome = result.status if result.status in PASSING else "failed"
+            for place in places_of(self.options.pair, case):
+                self.places.setdefault(place, Counter())[outcome] += 1
         self._sample(case, result)
         if result.failed:
             self.occurrences.update(result.signatures)
@@ -398,6 +428,7 @@ class LaneRun:
             bound=1 - 0.05 ** (1 / self.drawn) if clean else None,
             findings=findings,
             samples=self.samples,
+            alignment={place: dict(sorted(n.items())) for place, n in sorted(self.places.items())},
         )
 
 

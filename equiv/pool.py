@@ -69,6 +69,7 @@ class Worker:
         self.spec = replace(spec, log=log)
         self.toll = Toll()
         self.guard = ""
+        self.source = ""
         self._mark = 0
         self._process: Any = None
         self._pipe: Any = None
@@ -118,6 +119,7 @@ class Worker:
                 f"candidate {self.spec.candidate!r} ended its process while it was loaded "
                 f"({self._death()}); {where}"
             ) from None
+        self.source = hello.source
         if not hello.ready:
             self.close()
         if hello.usage:

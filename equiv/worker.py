@@ -80,9 +80,13 @@ def spec_of(
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker's first message: that it is ready, or why it can't be."""
+    """A worker's first message: that it is ready, or why it can't be.
+
+    ``source`` is the digest of somebody's own kernel, see ``equiv.candidates.source_sha256``.
+    """
 
     ready: bool
+    source: str = ""
     unavailable: str = ""
     usage: str = ""
 
@@ -138,7 +142,7 @@ def _start(pipe: Connection, spec: WorkerSpec) -> Any:
                 Hello(ready=False, usage=f"candidate {spec.candidate!r}: {type(e).__name__}: {e}")
             )
         return None
-    pipe.send(Hello(ready=True))
+    pipe.send(Hello(ready=True, source=candidates.source_sha256(spec.candidate)))
     return executor
 
 

@@ -3,6 +3,8 @@
 TOKENS, 10,000,000 by default, is the sum over all runs and texts: ten texts, both arms launched
 twice. Time and memory are of the comparison and of all that it leaves (ppl.json, tokens.parquet,
 ppl.md, ppl.html), in a process of its own, imports included.
+
+``python -m ppl.bench client`` measures the client of a run beside a real server instead.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ppl.simulate import RUNS, base
-from ppl.store import Key, Store
+from ppl.store import Key, Observed, Store
 
 TOKENS = 10_000_000
 TEXTS = 10
@@ -52,6 +54,7 @@ def fill(folder: Path, tokens: int) -> None:
                 repeat=repeat,
                 exposed_from=rows // 2,
                 budget=rows // 2,
+                observed=Observed(route=arm),
             )
 
 
@@ -68,6 +71,10 @@ def timed(folder: Path, out: Path) -> tuple[float, int, str]:
 
 def main(words: list[str]) -> int:
     """Store, compare in another process, print; 1 where it took too long or too much."""
+    if words[:1] == ["client"]:
+        from ppl import client_bench
+
+        return client_bench.main(words[1:])
     if words[:1] == ["--compare"]:
         sys.stdout.write(" ".join(str(x) for x in timed(Path(words[1]), Path(words[2]))) + "\n")
         return 0

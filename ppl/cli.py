@@ -1,4 +1,4 @@
-"""The command ``bytegate ppl compare``."""
+"""The commands of ``bytegate ppl``: run, compare and schema."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import typer
 
 from equiv import document
 from ppl.errors import PplError
+from ppl.run_cli import RunByDefault, run
 
 ppl_app = typer.Typer(
+    cls=RunByDefault,
     rich_markup_mode=None,
-    no_args_is_help=True,
     help="Compare two servers token by token.",
 )
 CLAIMS = ("identical", "equivalent")
@@ -34,6 +35,9 @@ def _module(name: str) -> ModuleType:
 @ppl_app.callback()
 def ppl() -> None:
     """Compare two servers token by token."""
+
+
+ppl_app.command()(run)
 
 
 @ppl_app.command()

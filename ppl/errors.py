@@ -4,7 +4,9 @@
 
     UsageError (exit 2)
     └── PplError             an input that can't be used
-        └── Stale            a stored result of something else than what is asked for
+        ├── Stale            a stored result of something else than what is asked for
+        ├── Unreachable      a server that doesn't answer, after every retry
+        └── BadAnswer        an answer that must not be scored; its message is the failure's name
 """
 
 from __future__ import annotations
@@ -18,3 +20,11 @@ class PplError(UsageError):
 
 class Stale(PplError):
     """A stored result whose text, ids, model, arguments, route or versions are others."""
+
+
+class Unreachable(PplError):
+    """A server that can't be reached, or broke off, after every retry."""
+
+
+class BadAnswer(PplError):
+    """An answer that must not be scored: refused, of other ids, short, shifted, or empty."""

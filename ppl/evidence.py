@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from equiv import seal
 from equiv.evidence import write_text
 from ppl.errors import PplError
+from ppl.facts import RunFacts
 from ppl.stats import Noise, Tost
 from ppl.verdict import Claim, Verdict, exit_code
 
@@ -176,6 +179,10 @@ class PplEvidence(_Frozen):
     inputs_sha256: str
     subject: Subject | None = None
     top1: list[TopAgreement] = []
+    suite: dict[str, JsonValue] = {}
+    """Which bytegate compared: ``equiv.environment.suite``; empty where nobody asked."""
+    content_sha256: str = ""
+    run: RunFacts | None = None
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
@@ -207,6 +214,8 @@ def contradictions(made: PplEvidence) -> list[str]:
         if not (0 <= t.exposed_agreeing <= t.agreeing <= t.rows and t.exposed_rows <= t.rows)
         or (t.agreeing < t.rows) != bool(t.flips)
     ]
+    if made.run is not None and made.verdict != "INVALID" and made.run.reasons():
+        wrong.append(f"{made.verdict}, and the run says {made.run.reasons()[0]!r}")
     wrong += [f"{t.text}: ULP counts" for t in made.texts if sum(t.ulp.values()) != t.rows]
     return wrong
 
@@ -224,7 +233,7 @@ def write(path: Path, made: PplEvidence) -> None:
         raise PplError(f"refusing to write evidence that contradicts itself: {wrong[0]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, made.model_dump_json(indent=1) + "\n")
+        write_text(path, seal.sealed(made.model_dump_json()))
     except OSError as e:
         raise PplError(f"can't write {path}: {e.strerror}") from None
 
@@ -238,13 +247,16 @@ def read(path: Path) -> PplEvidence:
 
     """
     try:
-        made = PplEvidence.model_validate_json(path.read_bytes())
+        raw = path.read_bytes()
+        made = PplEvidence.model_validate_json(raw)
     except ValidationError as e:
         one = e.errors()[0]
         where = ".".join(str(x) for x in one["loc"])
         raise PplError(f"the evidence {path} is damaged: {where}: {one['msg']}") from None
     except OSError as e:
         raise PplError(f"can't read the evidence {path}: {e.strerror}") from None
+    if damage := seal.broken(json.loads(raw)):
+        raise PplError(f"the evidence {path} is damaged: {damage}")
     wrong = contradictions(made)
     if wrong:
         raise PplError(f"the evidence {path} contradicts itself: {'; '.join(wrong[:3])}")

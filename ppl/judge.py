@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ppl import compare, stats, top1, validity, verdict
+from equiv import environment
+from ppl import compare, facts, of_run, stats, top1, validity, verdict
 from ppl.compare import Compared
 from ppl.errors import PplError
 from ppl.evidence import PplEvidence, Statistics, Subject, digest
@@ -46,7 +47,11 @@ def gather(folders: Sequence[Path]) -> Stored:
 
 
 def compare_stored(
-    folders: Sequence[Path], *, claim: verdict.Claim = "identical", margin: float | None = None
+    folders: Sequence[Path],
+    *,
+    claim: verdict.Claim = "identical",
+    margin: float | None = None,
+    partial: bool = False,
 ) -> PplEvidence:
     """Compare what is stored in folders.
 
@@ -55,6 +60,7 @@ def compare_stored(
     folders : one or more; together they hold both arms.
     claim : stated before looking.
     margin : in nats; ``verdict.default_margin`` where it is None.
+    partial : also judge folders without results, of a run that found something amiss at once.
 
     Raises
     ------
@@ -63,21 +69,46 @@ def compare_stored(
     """
     if margin is not None and not 0 < margin < math.inf:
         raise PplError(f"margin {margin}: expected a positive number of nats")
-    found = gather(folders)
+    runs = [f for folder in folders if (f := facts.read(folder)) is not None]
+    found = gather([f for f in folders if not partial or any(Store(f).records())])
     records = [r for _, r in found.values()]
     made = judge(
-        records, lambda r: found[r.key.text, r.run][0].values(r), claim=claim, margin=margin
+        records,
+        lambda r: found[r.key.text, r.run][0].values(r),
+        claim=claim,
+        margin=margin,
+        amiss=[x for run in runs for x in run.reasons()],
     )
-    return made.model_copy(update={"top1": top1.agreements(made, found)})
+    found_top1 = top1.agreements(made, found)
+    made = made.model_copy(update={"top1": found_top1, "suite": environment.suite()})
+    bursts = [folder / "burst" for folder in folders if (folder / "burst").is_dir()]
+    if not runs:
+        return made
+    used = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
+    return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used)
 
 
 def judge(
-    records: Sequence[Record], load: compare.Load, *, claim: verdict.Claim, margin: float | None
+    records: Sequence[Record],
+    load: compare.Load,
+    *,
+    claim: verdict.Claim,
+    margin: float | None,
+    amiss: Sequence[str] = (),
 ) -> PplEvidence:
-    """Compare results wherever they are held; ``load`` returns the array of a record."""
-    invalid = list(validity.amiss(records))
+    """Compare results wherever they are held.
+
+    Parameters
+    ----------
+    load : returns the array of a record.
+    amiss : what is known beside the results and makes them invalid.
+
+    """
+    # Without results because something was amiss: that is the reason, and not their lack.
+    wrong = list(validity.amiss(records)) if records or not amiss else []
+    invalid = [*amiss, *wrong]
     done: list[Compared] = []
-    if not invalid:
+    if records and not wrong:
         for text, mine in validity.by_text(records).items():
             made = compare.compare_text(mine, load)
             invalid += [

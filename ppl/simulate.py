@@ -40,7 +40,11 @@ class Results:
             "versions": {},
         }
         key = Key(**{name: facts.pop(name, value) for name, value in known.items()})
-        rest: dict[str, Any] = {"exposed_from": BUDGET, "budget": BUDGET, "observed": Observed()}
+        rest: dict[str, Any] = {
+            "exposed_from": BUDGET,
+            "budget": BUDGET,
+            "observed": Observed(route=arm),
+        }
         record = Record.model_validate(
             {
                 **rest,

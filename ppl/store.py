@@ -50,6 +50,8 @@ class Observed(_Frozen):
     ----------
     route : the route that its counters show.
     scheduler_chunks : tokens of each engine step.
+    requests : requests that the server finished meanwhile; 1 where it did nothing else.
+    counters, planned : what each rank counted and had to count, in the order of ranks.
 
     """
 
@@ -57,6 +59,9 @@ class Observed(_Frozen):
     scheduler_chunks: tuple[int, ...] | None = None
     cached_tokens: int | None = None
     preemptions: int | None = None
+    requests: int | None = None
+    counters: dict[str, tuple[int, ...]] | None = None
+    planned: dict[str, tuple[int, ...]] | None = None
 
 
 class Record(_Frozen):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ppl.store import Record
+from ppl.store import Observed, Record
 
 
 def by_text(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -43,7 +43,13 @@ def amiss(records: Sequence[Record]) -> tuple[str, ...]:
         ]
         if mine[0].exposed_from >= mine[0].rows:
             wrong.append(f"text {text} never reaches the path under test")
-    return (*wrong, *_configurations(records), *_routes(records), *_observed(records))
+    return (
+        *wrong,
+        *_configurations(records),
+        *_routes(records),
+        *_unproven(records),
+        *_observed(records),
+    )
 
 
 def _name(run: tuple[str, int, int]) -> str:
@@ -77,25 +83,54 @@ def _routes(records: Sequence[Record]) -> list[str]:
 
 
 def _observed(records: Sequence[Record]) -> list[str]:
+    return [
+        f"text {r.key.text}, {_name(r.run)}: {x}"
+        for r in records
+        for x in deviations(r.observed, route=r.key.route, tokens=r.key.tokens, budget=r.budget)
+    ]
+
+
+def deviations(seen: Observed, *, route: str, tokens: int, budget: int) -> list[str]:
+    """Say in what a server did something else for one text than was asked and planned."""
     wrong = []
-    for r in records:
-        who = f"text {r.key.text}, {_name(r.run)}"
-        seen = r.observed
-        if seen.route is not None and seen.route != r.key.route:
-            wrong.append(f"{who}: ran the route {seen.route}, asked for {r.key.route}")
-        if seen.cached_tokens:
-            wrong.append(f"{who}: {seen.cached_tokens:,} tokens came from a prefix cache")
-        if seen.preemptions:
-            wrong.append(f"{who}: preempted {seen.preemptions} times")
-        if seen.scheduler_chunks is not None:
-            tokens = r.key.tokens
-            planned = tuple(min(r.budget, tokens - at) for at in range(0, tokens, r.budget))
-            if seen.scheduler_chunks != planned:
-                wrong.append(
-                    f"{who}: scheduler chunks {_list(seen.scheduler_chunks)}, planned "
-                    f"{_list(planned)}"
-                )
+    if seen.route is not None and seen.route != route:
+        wrong.append(f"ran the route {seen.route}, asked for {route}")
+    if seen.cached_tokens:
+        wrong.append(f"{seen.cached_tokens:,} tokens came from a prefix cache")
+    if seen.preemptions:
+        wrong.append(f"preempted {seen.preemptions} times")
+    if seen.requests not in {None, 1}:
+        wrong.append(f"the server finished {seen.requests} requests meanwhile, not 1")
+    wrong += _counters(seen)
+    if seen.scheduler_chunks is not None:
+        planned = tuple(min(budget, tokens - at) for at in range(0, tokens, budget))
+        if seen.scheduler_chunks != planned:
+            wrong.append(
+                f"scheduler chunks {_list(seen.scheduler_chunks)}, planned {_list(planned)}"
+            )
     return wrong
+
+
+def _counters(seen: Observed) -> list[str]:
+    """Say which counters aren't as planned."""
+    planned, counted = seen.planned or {}, seen.counters or {}
+    return [
+        f"rank {rank} counted {found[rank]:,} {name}, planned {wanted:,}"
+        for name, per_rank in planned.items()
+        for rank, wanted in enumerate(per_rank)
+        if (found := counted.get(name, ())) and rank < len(found) and found[rank] != wanted
+    ][:1]
+
+
+def _unproven(records: Sequence[Record]) -> list[str]:
+    """Name arms whose route nothing shows: an unproven route is no evidence."""
+    return [
+        f"the route of the {arm} arm is unproven: nothing shows which one ran, for {n} of "
+        f"{len(mine)} results"
+        for arm in ("stock", "fused")
+        if (mine := [r for r in records if r.arm == arm])
+        and (n := sum(r.observed.route is None for r in mine))
+    ]
 
 
 def _list(values: Sequence[int]) -> str:
@@ -108,7 +143,7 @@ def not_covered(records: Sequence[Record]) -> list[str]:
     return [
         f"{what}: observed for {there} of {len(records)} results"
         for what, name in (
-            ("which route ran", "route"),
+            ("context chunks and packs", "counters"),
             ("scheduler chunks", "scheduler_chunks"),
             ("cached tokens", "cached_tokens"),
             ("preemptions", "preemptions"),

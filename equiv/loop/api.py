@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from equiv import environment, evidence
+from equiv.candidates import source_sha256
 from equiv.errors import BytegateError, ExitCode, UsageError
 from equiv.loop import campaign, case, lanes
 from equiv.loop.run import FINDINGS, run
@@ -165,6 +166,7 @@ def run_loop(
         verdict=verdict,
         exit_code=int(code),
         pack=request.pack,
+        pack_sha256=source_sha256(request.pack),
         patches=list(request.patches),
         profile=profile.name,
         device=device,

@@ -4,8 +4,8 @@ For each cell (dtypes and dimensions of one case in the pair's domain) the arms 
 side as ``equiv.perf.timing`` describes, twice: ``stream``, launch after launch of one arm, and
 ``alone``, with another kernel between any two. Ratios are in time: ``rival`` is the rival's time
 over the candidate's, above 1 where the candidate is faster; ``copy`` is the share of a copy's
-bandwidth. ``again`` is the candidate timed twice, the second over the first: how far from 1 a ratio
-is by chance.
+bandwidth, by a memory copy or a kernel, whichever is faster; ``again`` is the candidate timed
+twice, the second over the first: how far from 1 a ratio is by chance.
 
 Operands are contiguous, of normal random values; each arm allocates its results while it is
 captured, so a replay allocates nothing. The candidate's bytes are compared with the reference's in
@@ -66,7 +66,13 @@ class Cell:
     runs_s: dict[str, list[float]]
 
     def ratio(self, arm: str) -> Spread | None:
-        """Return an arm's time over the candidate's; None without that arm."""
+        """Return an arm's time over the candidate's; None without that arm.
+
+        ``"copy"`` is the faster of the copies.
+        """
+        if arm == "copy":
+            copies = [name for name in self.runs_s if name.startswith("copy")]
+            arm = min(copies, key=lambda name: timing.spread(self.runs_s[name]).median)
         if arm not in self.runs_s:
             return None
         ours, theirs = (Timing(name, tuple(self.runs_s[name])) for name in ("candidate", arm))
@@ -227,7 +233,7 @@ def _cells(
     arms = [arm(name, kernel) for name, kernel in kernels.items()]
     arms.append(arm("again", kernels["candidate"]))
     arms.append(Arm("reference", lambda i: pair.reference(operands[i], point)))
-    arms.append(copy_arm(moved, sets, device))
+    arms += [copy_arm(moved, sets, device, by_kernel=by_kernel) for by_kernel in (False, True)]
     for mode in MODES:
         alone = mode == "alone"
         found = measure(arms, sets, device, repetitions=repetitions, samples=SAMPLES, alone=alone)

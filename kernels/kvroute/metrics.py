@@ -28,7 +28,8 @@ class Metrics:
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
-        labels = {name: str(facts.get(name) or "") for name in ("rank", "route", "switch")}
+        found = {name: facts.get(name) for name in ("rank", "route", "switch")}
+        labels = {name: "" if value is None else str(value) for name, value in found.items()}
         self._counters = {
             name: prometheus_client.Counter(f"bytegate_{name}", text, list(labels)).labels(**labels)
             for name, text in _HELP.items()

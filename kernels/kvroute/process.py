@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -31,6 +32,18 @@ def free_port(host: str = "127.0.0.1") -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """Return the living processes of a session but for its leader."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                found.append(process)
+        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            continue
+    return found
 
 
 class ServerProcess:
@@ -74,6 +87,10 @@ class ServerProcess:
     def pid(self) -> int:
         """The server's own process id."""
         return self._process.pid
+
+    def code(self) -> int | None:
+        """Return the exit code of a server that has ended; None while it runs."""
+        return self._process.poll()
 
     def wait_healthy(self, timeout_s: float = 180.0) -> None:
         """Wait until ``/health`` answers."""
@@ -149,11 +166,8 @@ class ServerProcess:
         self.stop()
 
     def _descendants(self) -> list[psutil.Process]:
-        try:
-            found: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        return found
+        # By session: what it started stays in it when the server itself has been killed.
+        return session(self.pid)
 
     def _hint(self) -> str:
         return f"; see {self.log}" if self.log is not None else ""

@@ -22,7 +22,14 @@ from kvpack import stock
 from kvpack.spec import Unavailable
 
 PAIR = load_pair("kvpack")
-TIMES_S = {"candidate": 2e-6, "again": 2e-6, "rival": 3e-6, "reference": 8e-6, "copy": 1e-6}
+TIMES_S = {
+    "candidate": 2e-6,
+    "again": 2e-6,
+    "rival": 3e-6,
+    "reference": 8e-6,
+    "copy": 1e-6,
+    "copy_kernel": 9e-7,
+}
 ONLY = {"T": [1, 65_536], "H": [1]}
 
 
@@ -47,7 +54,9 @@ def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(pack, "measure", measure)
     monkeypatch.setattr(pack, "input_sets", lambda _moved: 1)
-    monkeypatch.setattr(pack, "copy_arm", lambda *_: Arm("copy", int))
+    monkeypatch.setattr(
+        pack, "copy_arm", lambda *_, by_kernel: Arm("copy_kernel" if by_kernel else "copy", int)
+    )
     monkeypatch.setattr(pack, "collect", lambda *_: {"device": {"model": "a GPU"}})
     monkeypatch.setattr(pack.timing, "require_cuda", lambda _: torch.device("cpu"))
     monkeypatch.setattr(candidates, "load", load)
@@ -68,6 +77,9 @@ def test_every_cell_is_timed_in_both_modes(on_a_fake_gpu: dict[str, Any]) -> Non
     found = made.cells[0].ratio("rival")
     assert found is not None
     assert found.median == pytest.approx(1.5)
+    copy = made.cells[0].ratio("copy")
+    assert copy is not None
+    assert copy.median == pytest.approx(0.45)  # of the faster
 
 
 def test_wrong_bytes_fail_whatever_the_speed(on_a_fake_gpu: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 NEEDS = (
-    *("altair", "httpx2", "jinja2", "numpy", "polars"),
+    *("altair", "httpx2", "jinja2", "numpy", "polars", "psutil"),
     *("pydantic", "scipy", "stamina", "vl_convert"),
 )
 LACKING = [name for name in NEEDS if importlib.util.find_spec(name) is None]

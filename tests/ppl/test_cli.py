@@ -13,7 +13,7 @@ import pytest
 from ppl import bench, evidence
 from ppl.errors import PplError
 from ppl.simulate import RUNS, base
-from ppl.store import Key, Store
+from ppl.store import Key, Observed, Store
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,14 @@ def fill(folder: Path, arm: str, shift: float = 0.0) -> Path:
                 versions={},
             )
             store.put(
-                values, key=key, arm=arm, launch=launch, repeat=repeat, exposed_from=100, budget=100
+                values,
+                key=key,
+                arm=arm,
+                launch=launch,
+                repeat=repeat,
+                exposed_from=100,
+                budget=100,
+                observed=Observed(route=arm),
             )
     return folder
 

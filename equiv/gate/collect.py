@@ -1,0 +1,285 @@
+"""Evidence on disk: every file of it below some folders, read, checked, and told apart.
+
+A file is known by the schema that it states, wherever it lies and whatever it is called. One that
+can't be read, that isn't what was written, contradicts itself, or is of a schema that this version
+doesn't know, is a problem by its name: nothing is judged then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from equiv import evidence, seal
+from equiv.errors import BytegateError, UsageError
+
+LAYERS = {
+    "kernel": "kernel",
+    "kernel_faults": "kernel faults",
+    "loop": "vLLM's loop",
+    "loop_faults": "loop faults",
+    "servers": "servers",
+}
+"""The layers that a gate judges, and what they are called."""
+
+NAMES = ("equiv.json", "loop.json", "faults.json", "ppl.json", "perf.json")
+"""What commands call their evidence: a file of such a name has to be evidence."""
+
+KINDS: dict[str, type] = {
+    "bytegate.equiv": evidence.EquivEvidence,
+    "bytegate.faults": evidence.FaultsEvidence,
+    "bytegate.loop": evidence.LoopEvidence,
+}
+SERVERS = "bytegate.ppl"
+SHOWN = "bytegate.perf"
+"""Shown, and never decides."""
+PASSED_OVER = ("bytegate.gate", "bytegate.ppl.score", "bytegate.doctor")
+"""Files of ours that aren't evidence of a layer."""
+
+LOOP_PAIR = "loop"
+"""What the loop's planted faults call their pair."""
+ARRAYS = "scores"
+"""The folder of a store in which stored arrays lie."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One file of evidence.
+
+    Attributes
+    ----------
+    path, name : where it lies, and how it is called: from the folder that was given.
+    sha256 : of the file.
+    layer : a key of ``LAYERS``, or ``"perf"``.
+    made : what it holds.
+
+    """
+
+    path: Path
+    name: str
+    sha256: str
+    layer: str
+    made: Any
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """What the evidence says of where it was made."""
+        found: Mapping[str, Any] = getattr(self.made, "environment", None) or {}
+        return found
+
+    @property
+    def suite(self) -> Mapping[str, Any]:
+        """Which bytegate made it."""
+        if self.layer == "servers":
+            return dict(self.made.suite)
+        return _mapping(self.environment.get("suite"))
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of packages, without what stands after a blank."""
+        found: Any = self.environment.get("versions")
+        if self.layer == "servers":
+            subject = getattr(self.made, "subject", None)
+            found = subject.versions if subject else {}
+        return {k: str(v).split()[0] for k, v in _mapping(found).items() if v}
+
+    @property
+    def kind(self) -> str:
+        """``"cpu"`` or ``"gpu"``."""
+        return "gpu" if self.device.startswith("gpu") else "cpu"
+
+    @property
+    def device(self) -> str:
+        """``"cpu"``, or ``"gpu"`` and the model."""
+        if self.layer == "servers":
+            return _servers_device(self.versions)
+        if not str(self.made.device).startswith("cuda"):
+            return "cpu"
+        model = _mapping(self.environment.get("device")).get("model", "of an unknown model")
+        return f"gpu {model}"
+
+
+@dataclass
+class Collected:
+    """What lies below some folders; ``stores`` are folders of stored arrays."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    perf: list[Piece] = field(default_factory=list)
+    stores: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def check(folders: Sequence[Path]) -> None:
+    """Check that folders are there.
+
+    Raises
+    ------
+    UsageError : one isn't.
+
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(
+                f"--from {folder}: there is no such folder; give the --out of a run, or a folder "
+                "with several of them"
+            )
+
+
+def collect(folders: Sequence[Path]) -> Collected:
+    """Read all evidence below folders.
+
+    Raises
+    ------
+    UsageError : a folder isn't there.
+
+    """
+    check(folders)
+    found = Collected()
+    seen: dict[Path, None] = {}
+    digests: dict[str, str] = {}
+    for folder in folders:
+        for path in _files(folder):
+            if path.resolve() in seen:
+                continue
+            seen[path.resolve()] = None
+            name = _shown(path, folder)
+            try:
+                piece = read(path, name)
+            except BytegateError as e:
+                found.problems.append(str(e))
+                continue
+            if piece is None:
+                continue
+            if piece.sha256 in digests:
+                found.notes.append(f"{name} is a copy of {digests[piece.sha256]}, and counts once")
+                continue
+            digests[piece.sha256] = name
+            (found.perf if piece.layer == "perf" else found.pieces).append(piece)
+        stores = [p.parent for p in sorted(folder.rglob(ARRAYS)) if p.is_dir()]
+        found.stores += [
+            s for s in stores if s.resolve() not in {x.resolve() for x in found.stores}
+        ]
+    return found
+
+
+def read(path: Path, name: str, *, unsealed: bool = False) -> Piece | None:
+    """Read one file; None where it isn't evidence of a layer.
+
+    Parameters
+    ----------
+    unsealed : whether one without a digest of itself is taken, of before evidence had them.
+
+    Raises
+    ------
+    BytegateError : with the file's name: it can't be judged.
+
+    """
+    known = path.name in NAMES
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{name} can't be read: {e.strerror}") from None
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        if not known and not _looks_ours(data):
+            return None
+        raise UsageError(f"{name} is damaged, it is no JSON: {e}") from None
+    schema = str(raw.get("schema", "")) if isinstance(raw, dict) else ""
+    if not schema.startswith("bytegate."):
+        if not known:
+            return None
+        raise UsageError(f"{name} states no schema of bytegate's, {schema or 'none'}")
+    if schema in PASSED_OVER:
+        return None
+    digest = hashlib.sha256(data).hexdigest()
+    if schema == SHOWN:
+        return Piece(path, name, digest, "perf", raw)
+    return _sealed(path, name, digest, raw, unsealed=unsealed)
+
+
+def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed: bool) -> Piece:
+    """Read evidence of a layer, once it was seen to be what was written."""
+    schema = raw["schema"]
+    if schema not in {*KINDS, SERVERS}:
+        raise UsageError(f"{name} is of an unknown schema, {schema}; did a newer bytegate make it?")
+    if damage := seal.broken(raw):
+        raise UsageError(f"{name} is damaged: {damage}")
+    if not raw.get(seal.FIELD) and not unsealed:
+        raise UsageError(
+            f"{name} carries no digest of itself ({seal.FIELD}): an older bytegate made it, so "
+            "damage couldn't be seen; make it again"
+        )
+    if schema == SERVERS:
+        return Piece(path, name, digest, "servers", _ppl(path, name))
+    made = _evidence(path, name, KINDS[schema])
+    return Piece(path, name, digest, layer_of(made), made)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def layer_of(made: Any) -> str:
+    """Return the layer of an evidence value of the engine's."""
+    if isinstance(made, evidence.LoopEvidence):
+        return "loop"
+    if isinstance(made, evidence.FaultsEvidence):
+        return "loop_faults" if made.pair == LOOP_PAIR else "kernel_faults"
+    return "kernel"
+
+
+def _evidence(path: Path, name: str, kind: type) -> Any:
+    try:
+        return evidence.read(path, kind)
+    except UsageError as e:
+        raise UsageError(str(e).replace(str(path), name)) from None
+
+
+def _ppl(path: Path, name: str) -> Any:
+    try:
+        from ppl import evidence as ppl_evidence
+    except ModuleNotFoundError as e:
+        raise UsageError(f"{name} needs {e.name} to be read: pip install 'bytegate[ppl]'") from None
+    try:
+        return ppl_evidence.read(path)
+    except UsageError as e:
+        raise UsageError(str(e).replace(str(path), name)) from None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the JSON files below a folder, but for stored results and what is hidden."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(x for x in folders if x != ARRAYS and not x.startswith("."))
+        yield from (Path(root, x) for x in sorted(files) if x.endswith(".json"))
+
+
+def _shown(path: Path, folder: Path) -> str:
+    inside = path.relative_to(folder)
+    return str(Path(folder.name or folder.resolve().name, inside))
+
+
+def _looks_ours(data: bytes) -> bool:
+    return b'"bytegate.' in data or (b'"verdict"' in data and b'"exit_code"' in data)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _servers_device(versions: Mapping[str, str]) -> str:
+    """Tell where servers ran from the versions in the stored keys; a CPU where nothing says GPU."""
+    named = versions.get("device", "")
+    if named:
+        return named if named.startswith(("cpu", "gpu")) else f"gpu {named}"
+    torch = versions.get("torch", "")
+    on_gpu = "+cu" in torch or any(versions.get(k) for k in ("cuda", "nvidia_driver"))
+    return "gpu" if on_gpu else "cpu"

@@ -1,0 +1,94 @@
+"""What a run adds to the comparison of its scores: its facts, its warnings, its concurrency arm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppl import verdict
+from ppl.evidence import PplEvidence
+from ppl.facts import Burst, Instance, RunFacts
+
+WORST = ("INVALID", "DIFFERENT", "INCONCLUSIVE")
+"""Words of the concurrency arm that become the run's, worst first; others are only told."""
+
+
+def complete(
+    made: PplEvidence,
+    runs: Sequence[RunFacts],
+    bursts: Sequence[Path],
+    *,
+    used: set[tuple[str, int, int]],
+    claim: verdict.Claim,
+    margin: float | None,
+) -> PplEvidence:
+    """Return evidence with what its runs know; the first run's facts stand for all of them.
+
+    Parameters
+    ----------
+    used : arm, launch and number of every server process that a result is from.
+
+    """
+    facts = runs[0]
+    warnings = list(dict.fromkeys(w for run in runs for w in (*run.warnings, *launches(run, used))))
+    not_covered = list(dict.fromkeys(x for run in runs for x in run.not_covered))
+    decided = made.decided
+    burst = _burst(bursts, claim=claim, margin=margin)
+    if facts.asked.get("burst") and burst is None:
+        not_covered.append("a burst of all texts at once: none was scored")
+    if burst is not None and burst.word in WORST and _rank(burst.word) < _rank(decided.word):
+        reasons = tuple(f"in a burst of all texts: {r}" for r in burst.reasons)
+        word = verdict.Verdict.model_validate({**decided.model_dump(), "word": burst.word}).word
+        code = verdict.exit_code(word, claim)
+        decided = decided.model_copy(update={"word": word, "exit_code": code, "reasons": reasons})
+    loud = tuple(w for w in warnings if w.startswith(("NO CONTINUATION", "WITHOUT")))
+    decided = decided.model_copy(update={"reasons": (*decided.reasons, *loud)})
+    return made.model_copy(
+        update={
+            "verdict": decided.word,
+            "exit_code": decided.exit_code,
+            "decided": decided,
+            "warnings": [*warnings, *made.warnings],
+            "not_covered": [*not_covered, *made.not_covered],
+            "run": facts.model_copy(update={"burst": burst}),
+        }
+    )
+
+
+def _rank(word: str) -> int:
+    return WORST.index(word) if word in WORST else len(WORST)
+
+
+def launches(run: RunFacts, used: set[tuple[str, int, int]]) -> list[str]:
+    """Warn where one launch's results are from several processes."""
+    grouped: dict[tuple[str, int], list[Instance]] = {}
+    for i in run.instances:
+        if (i.arm, i.launch, i.number) in used:
+            grouped.setdefault((i.arm, i.launch), []).append(i)
+    return [
+        f"{arm} launch {launch} is made of {len(mine)} server processes ("
+        f"{'; '.join(i.why for i in mine[1:])}): its repeats hold noise between launches"
+        for (arm, launch), mine in grouped.items()
+        if len(mine) > 1
+    ]
+
+
+def _burst(folders: Sequence[Path], *, claim: verdict.Claim, margin: float | None) -> Burst | None:
+    from ppl import judge
+
+    if not folders:
+        return None
+    made = judge.compare_stored(folders, claim=claim, margin=margin, partial=True)
+    if not made.runs:
+        return None
+    test = made.statistics.exposed if made.statistics is not None else None
+    finite = test is not None and test.texts > 1
+    return Burst(
+        word=made.verdict,
+        reasons=made.decided.reasons,
+        launches=max(launch for _, launch, _ in made.runs),
+        identical_texts=made.identity.identical_texts if made.identity else 0,
+        texts=made.identity.texts if made.identity else 0,
+        mean_nats=test.mean if test is not None else None,
+        interval_nats=(test.low, test.high) if test is not None and finite else None,
+    )

@@ -1,0 +1,59 @@
+"""In which order texts, arms and repeats are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ppl.facts import ARMS, Arm
+
+Step = tuple[str, Arm, int, int]
+"""Text, arm, launch, repeat."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Servers that are up together: the launch of each arm."""
+
+    launches: dict[Arm, int]
+
+    def steps(self, texts: Sequence[str], repeats: int) -> Iterator[Step]:
+        """Yield the steps: ABBA and BAAB by turns, text by text.
+
+        The first launch is scored ``repeats`` times, later ones once. Drift over time, and what a
+        server does to its own next request, then falls on both arms alike.
+        """
+        for i, text in enumerate(texts):
+            first, second = ARMS if i % 2 == 0 else ARMS[::-1]
+            for repeat in range(1, repeats + 1):
+                turn = (first, second) if repeat % 2 else (second, first)
+                for arm in turn:
+                    launch = self.launches.get(arm)
+                    if launch is not None and repeat <= repeats_of(launch, repeats):
+                        yield text, arm, launch, repeat
+
+
+def repeats_of(launch: int, repeats: int) -> int:
+    """Return how often a launch scores each text."""
+    return repeats if launch == 1 else 1
+
+
+def phases(launches: int, *, one_at_a_time: bool) -> list[Phase]:
+    """Return the phases of servers that are launched: both arms, or ABBA one at a time."""
+    if not one_at_a_time:
+        return [Phase({"stock": n, "fused": n}) for n in range(1, launches + 1)]
+    made = []
+    for n in range(1, launches + 1):
+        made += [Phase({arm: n}) for arm in (ARMS if n % 2 else ARMS[::-1])]
+    return made
+
+
+def describe(*, attached: bool, one_at_a_time: bool, repeats: int) -> str:
+    """Say the order in words, for the evidence."""
+    where = "servers found at addresses" if attached else "launched side by side"
+    if one_at_a_time:
+        return f"launched one after the other, ABBA; {repeats} repeats in the first launch"
+    return (
+        f"{where}; text by text ABBA and BAAB by turns; {repeats} repeats in the first launch, "
+        "one in each other; a warm-up request of each process is discarded"
+    )

@@ -1,0 +1,389 @@
+"""One phase of a run: servers that are up together, from their preflight to their last text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ppl import burst, client, options, preflight, scoring, validity
+from ppl.client import Method
+from ppl.errors import BadAnswer, PplError, Unreachable
+from ppl.facts import Arm, Instance, ServerFacts
+from ppl.inputs import Input
+from ppl.order import Phase, Step
+from ppl.plan import Configuration, request
+from ppl.preflight import Checked
+from ppl.scoring import Restarted
+from ppl.servers import Launched, Server, identity, same_process
+
+if TYPE_CHECKING:
+    from ppl.runner import Session
+
+MOST_REPLACED = 3
+"""Times that a server of one launch that died is started again."""
+
+
+class Stop(Exception):
+    """A run that can't go on now; ``reasons`` make its verdict invalid, the message says why."""
+
+    def __init__(self, message: str, reasons: list[str]) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class Work:
+    """What is done with the servers of a phase."""
+
+    def __init__(self, session: Session, phase: Phase) -> None:
+        self.session = session
+        self.phase = phase
+        self.down: dict[Arm, str] = {}
+        self.died: dict[Arm, int] = {}
+
+    # -- preflight --------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Look at the servers, cut the texts to them, and warm them up.
+
+        Raises
+        ------
+        Stop : something is amiss.
+
+        """
+        s = self.session
+        for arm in list(s.servers):
+            self._guarded(arm, self._inspect)
+        self._compare()
+        if s.options.attached:
+            for server in s.servers.values():
+                self._recognise(server)
+            self.phase = Phase({x.arm: x.instance.launch for x in s.servers.values()})
+        if not s.items:
+            first = next(iter(s.servers.values()))
+            assert first.checked is not None
+            s.cut(self._configuration(first.checked))
+        for server in s.servers.values():
+            self._note_instance(server)
+        if s.method is None:
+            s.method = self._method()
+            s.note(method=s.method)
+        for arm in list(s.servers):
+            self._guarded(arm, self._warm)
+
+    def _guarded(self, arm: Arm, step: Callable[[Server], None]) -> None:
+        """Take a step of the preparation; a server of our own that dies under it is replaced."""
+        server = self.session.servers[arm]
+        try:
+            step(server)
+        except Unreachable as e:
+            if self.session.options.attached:
+                raise Stop(str(e), [f"the {arm} server doesn't answer: {e}"]) from None
+            self.gone(server, f"while it was made ready: {e}")
+
+    def _configuration(self, checked: Checked) -> Configuration:
+        s = self.session
+        workspace = s.source.workspace if isinstance(s.source, Launched) else s.options.workspace
+        made = preflight.configuration(checked.facts, workspace)
+        if workspace is None and s.options.attached:
+            rows = checked.facts.facts.get("workspace_rows")
+            if isinstance(rows, int) and made.ranks > 1:
+                # It was allocated as rows + rows / D; a server that has never prefilled tells none.
+                made = made.model_copy(
+                    update={"workspace_rows": rows * made.ranks // (made.ranks + 1)}
+                )
+        return made
+
+    def _inspect(self, server: Server) -> None:
+        s = self.session
+        stated = options.stated(s.options.arguments) if s.options.attached else {}
+        checked = preflight.check(
+            server.arm,
+            server.endpoint,
+            launched=server.process is not None,
+            wanted=s.route(server.arm),
+            stated=stated,
+        )
+        server.checked, server.snapshot = checked, checked.snapshot
+        known = next((f for f in s.facts.servers if f.arm == server.arm), None)
+        if known is not None:
+            changed = _changed(known, checked.facts)
+            if changed:
+                raise Stop(
+                    f"{server.arm}: the server's configuration changed",
+                    [f"{server.arm}: restarted half-way with another configuration: {changed}"],
+                )
+        s.checked[server.arm] = checked
+        servers = [f for f in s.facts.servers if f.arm != server.arm]
+        if not checked.amiss or known is None:
+            s.note(servers=sorted([*servers, checked.facts], key=lambda f: f.arm != "stock"))
+
+    def _compare(self) -> None:
+        s = self.session
+        amiss = [x for c in s.checked.values() for x in c.amiss]
+        open_ = [x for c in s.checked.values() for x in c.not_covered]
+        if len(s.checked) > 1:
+            more, blanks = preflight.compare(s.checked["stock"], s.checked["fused"])
+            amiss, open_ = [*more, *amiss], [*open_, *blanks]
+        s.note(not_covered=list(dict.fromkeys([*s.facts.not_covered, *open_])))
+        if amiss:
+            s.note(servers=[])
+            raise Stop(f"preflight: {amiss[0]}", amiss)
+
+    def _recognise(self, server: Server) -> None:
+        """Find out which launch a server that is there belongs to."""
+        s = self.session
+        assert server.snapshot is not None
+        mine = [i for i in s.facts.instances if i.arm == server.arm]
+        if not mine:
+            server.instance = Instance(arm=server.arm, launch=1, number=1, why="found")
+            return
+        last = max(mine, key=lambda i: (i.launch, i.number))
+        known = dict(last.identity)
+        seen = [
+            int(str(r.response["finished"]))
+            for r in s.store.records()
+            if r.arm == server.arm
+            and r.launch == last.launch
+            and r.response.get("instance") == last.number
+            and r.response.get("finished") is not None
+        ]
+        known["finished"] = max([int(known.get("finished") or 0), *seen])
+        if same_process(known, server.snapshot):
+            server.instance = last
+            return
+        names = [t.text for t in s.facts.texts]
+        steps = Phase({server.arm: last.launch}).steps(names, s.options.repeats)
+        stored = {(r.key.text, *r.run) for r in s.store.records()}
+        if set(steps) <= stored and last.launch < s.options.launches:
+            server.instance = Instance(
+                arm=server.arm, launch=last.launch + 1, number=1, why="found launched again"
+            )
+        else:
+            server.instance = Instance(
+                arm=server.arm,
+                launch=last.launch,
+                number=last.number + 1,
+                why="found launched again in the middle",
+            )
+
+    def _note_instance(self, server: Server) -> None:
+        assert server.snapshot is not None
+        instance = server.instance.model_copy(update={"identity": identity(server.snapshot)})
+        server.instance = instance
+        self.session.add_instance(instance)
+
+    # -- method and warm-up -----------------------------------------------------------
+
+    def _method(self) -> Method:
+        """Use the smaller form where every server has it and gives the same bits."""
+        s = self.session
+        ids = s.items[0].ids[::-1]
+        open_ = list(s.facts.not_covered)
+        for server in s.servers.values():
+            assert server.checked is not None
+            model = server.checked.model
+            try:
+                small = client.score(server.endpoint, model, ids, "prompt_logprob_token_ids")
+                large = client.score(server.endpoint, model, ids, "prompt_logprobs")
+            except BadAnswer as e:
+                s.note(
+                    not_covered=[
+                        *open_,
+                        f"prompt_logprob_token_ids against prompt_logprobs: {server.arm}: {e}",
+                    ]
+                )
+                return "prompt_logprobs"
+            except Unreachable:
+                # Whoever asks next notices, and knows what to do.
+                return "prompt_logprobs"
+            if small.values.tobytes() != large.values.tobytes():
+                unlike = "prompt_logprob_token_ids isn't equal bit for bit to prompt_logprobs"
+                s.note(warnings=[*s.facts.warnings, f"{server.arm}: {unlike}, and isn't used"])
+                return "prompt_logprobs"
+            scoring.settle(server)
+        return "prompt_logprob_token_ids"
+
+    def _warm(self, server: Server) -> None:
+        """Send one request whose result is discarded, and see that its counters are as planned."""
+        s = self.session
+        first = s.items[0]
+        item = Input(first.facts.model_copy(update={"text": "warm-up"}), first.ids[::-1])
+        assert s.planned is not None
+        planned = request("warm-up", len(item.ids), s.planned.configuration)
+        assert s.method is not None
+        scoring.settle(server)
+        try:
+            result = scoring.measure(server, planned, item, s.method)
+        except (BadAnswer, Restarted) as e:
+            raise Stop(f"{server.arm}: {e}", [f"{server.arm}, warm-up: {e}"]) from None
+        wrong = validity.deviations(
+            result.observed,
+            route=s.route(server.arm),
+            tokens=len(item.ids),
+            budget=s.planned.configuration.budget,
+        )
+        assert server.snapshot is not None
+        seen = scoring.workspace_seen(server.snapshot, s.planned.configuration)
+        wrong += [seen] if seen else []
+        if wrong:
+            raise Stop(f"{server.arm}: {wrong[0]}", [f"{server.arm}, warm-up: {x}" for x in wrong])
+        s.note(
+            servers=[
+                f.model_copy(update={"facts": {**f.facts, **server.snapshot.facts}})
+                if f.arm == server.arm
+                else f
+                for f in s.facts.servers
+            ]
+        )
+
+    # -- scores -----------------------------------------------------------------------
+
+    def score(self) -> None:
+        """Score what is missing of this phase.
+
+        Raises
+        ------
+        Stop : a server is gone, and what could be done without it is done.
+
+        """
+        s = self.session
+        items = {i.name: i for i in s.items}
+        failed = {(f.text, f.arm, f.launch, f.repeat) for f in s.facts.failures}
+        for step in self.phase.steps(list(items), s.options.repeats):
+            text, arm, launch, repeat = step
+            if arm in self.down or step in failed:
+                continue
+            key = s.key(s.servers[arm], items[text])
+            if s.store.find(key, arm, launch, repeat) is None:
+                self.one(step, items[text])
+        s.flush()
+        if s.options.burst:
+            for arm in self.phase.launches:
+                while arm not in self.down and not burst.score(s, arm, self.phase.launches[arm]):
+                    self.gone(s.servers[arm], "in a burst of all texts")
+        if self.down:
+            self._stopped()
+
+    def one(self, step: Step, item: Input) -> float:
+        """Score one text, on whatever process the arm has by the end; the request's seconds."""
+        s = self.session
+        text, arm, launch, repeat = step
+        assert s.method is not None
+        while arm not in self.down:
+            server = s.servers[arm]
+            try:
+                result = scoring.measure(server, s.plan_of(text), item, s.method)
+            except BadAnswer as e:
+                s.failed(step, str(e))
+                return 0.0
+            except Unreachable as e:
+                self.gone(server, f"while scoring {text}: {e}")
+                continue
+            except Restarted as e:
+                self._again(server, f"seen while scoring {text}: {e}")
+                continue
+            planned = s.plan_of(text)
+            s.put(
+                result.scored.values,
+                key=s.key(server, item),
+                arm=arm,
+                launch=launch,
+                repeat=repeat,
+                exposed_from=planned.exposed_from,
+                budget=planned.steps[0].tokens if planned.steps else 1,
+                observed=result.observed,
+                request={"method": s.method},
+                response={
+                    "wall_s": round(result.scored.wall_s, 6),
+                    "bytes": result.scored.answer_bytes,
+                    "instance": server.instance.number,
+                    "finished": result.finished,
+                },
+            )
+            s.tokens += len(item.ids)
+            s.requests_s += result.scored.wall_s
+            what = f"{text}, {arm} launch {launch} repeat {repeat}"
+            s.pace.scored(what, len(item.ids), result.scored.wall_s)
+            return result.scored.wall_s
+        return 0.0
+
+    # -- servers that go away ---------------------------------------------------------
+
+    def gone(self, server: Server, why: str) -> None:
+        """Replace a server of our own that died; let one that isn't ours be down."""
+        s = self.session
+        if not isinstance(s.source, Launched):
+            self.down[server.arm] = why
+            s.pace.say(f"{server.arm} is down, {why}")
+            return
+        code = server.process.code() if server.process is not None else None
+        what = f"ended with {code}" if code is not None else "stopped answering"
+        s.pace.say(f"{server.arm} {what} {why.partition(':')[0]}: starting it again")
+        server.stop()
+        s.add_instance(server.instance.model_copy(update={"stopped": True}))
+        self.died[server.arm] = self.died.get(server.arm, 0) + 1
+        if self.died[server.arm] > MOST_REPLACED:
+            times = f"died {self.died[server.arm]} times in one launch"
+            raise Stop(f"{server.arm} {times}", [f"{server.arm}: {times}, the last {why}"])
+        fresh = Instance(
+            arm=server.arm,
+            launch=server.instance.launch,
+            number=server.instance.number + 1,
+            why=f"the one before {what} {why.partition(':')[0]}",
+        )
+        try:
+            s.servers[server.arm] = s.source.get((server.arm,), lambda _: fresh)[server.arm]
+        except PplError as e:
+            raise Stop(str(e), [f"{server.arm}: it didn't come back: {e}"]) from None
+        self._ready(s.servers[server.arm])
+
+    def _again(self, server: Server, why: str) -> None:
+        """Look anew at a server that was started again; its configuration may be another."""
+        s = self.session
+        s.pace.say(f"{server.arm} was started again, {why}")
+        server.layers = {}
+        server.instance = Instance(
+            arm=server.arm,
+            launch=server.instance.launch,
+            number=server.instance.number + 1,
+            why=f"started again, {why}",
+        )
+        self._ready(server)
+
+    def _ready(self, server: Server) -> None:
+        try:
+            self._inspect(server)
+            self._compare()
+            self._note_instance(server)
+            self._warm(server)
+        except Unreachable as e:
+            self.gone(server, f"after a restart: {e}")
+
+    def _stopped(self) -> None:
+        """Say how to go on."""
+        s = self.session
+        reasons = []
+        for arm, why in self.down.items():
+            url = s.servers[arm].endpoint.url
+            reasons.append(f"the {arm} server at {url} went away {why}")
+        s.flush()
+        stored = sum(1 for _ in s.store.records())
+        raise Stop(
+            f"{' and '.join(self.down)} went away; {stored} results are stored: start the server "
+            "again and run the same command, which asks only for what is missing",
+            reasons,
+        )
+
+
+def _changed(known: ServerFacts, now: ServerFacts) -> str:
+    """Say in what a server isn't the one that was there; empty where it is."""
+    found = [
+        f"{name} was {known.settings.get(name)} and is {now.settings.get(name)}"
+        for name in sorted(set(known.settings) | set(now.settings))
+        if known.settings.get(name) != now.settings.get(name)
+    ]
+    for name in ("model", "route", "versions", "channel", "switches", "settings_sha256"):
+        before, after = getattr(known, name), getattr(now, name)
+        if before != after and not (found and name == "settings_sha256"):
+            found.append(f"{name} was {before} and is {after}")
+    return "; ".join(found[:3])

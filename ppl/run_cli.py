@@ -1,0 +1,138 @@
+"""The command ``bytegate ppl run``, which is also ``bytegate ppl`` alone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from equiv import document
+from equiv.evidence import write_text
+from ppl.errors import PplError
+
+
+class RunByDefault(TyperGroup):
+    """A group whose command is ``run`` where none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put ``run`` first unless a command or help is asked for."""
+        if not args or (args[0] not in self.commands and args[0] not in {"--help", "-h"}):
+            args = ["run", *args]
+        return list(super().parse_args(ctx, args))
+
+
+def module(name: str) -> ModuleType:
+    """Import a module of this room that needs more than a GPU host has."""
+    try:
+        return importlib.import_module(f"ppl.{name}")
+    except ModuleNotFoundError as e:
+        raise PplError(f"this needs {e.name}: pip install 'bytegate[ppl]'") from None
+
+
+def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="After --: vLLM's own arguments, for both servers; of servers that are there, "
+            "what they were started with and don't tell themselves.",
+        ),
+    ] = None,
+    stock: Annotated[str, typer.Option(help="Address of a server on the route stock.")] = "",
+    fused: Annotated[str, typer.Option(help="Address of a server on the route under test.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Launch both servers with this model; default: a small one.")
+    ] = None,
+    route: Annotated[
+        str, typer.Option(help="Route of the fused arm: fused, module:function or fault:ID.")
+    ] = "fused",
+    stock_route: Annotated[
+        str, typer.Option(help="Route of the stock arm; another only to test this command.")
+    ] = "stock",
+    tp: Annotated[int, typer.Option(help="Tensor parallel size of launched servers.")] = 2,
+    dcp: Annotated[int, typer.Option(help="Decode context parallel size.")] = 2,
+    workspace: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the chunked-prefill workspace.")
+    ] = None,
+    one_at_a_time: Annotated[  # noqa: FBT002
+        bool, typer.Option("--one-at-a-time", help="Launch one server after the other, ABBA.")
+    ] = False,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A built-in text's id, a file, a folder, or hf://NAME. Repeatable; default: ten."
+        ),
+    ] = None,
+    without_broken: Annotated[  # noqa: FBT002
+        bool, typer.Option("--without-broken", help="Go on without a text that can't be had.")
+    ] = False,
+    full: Annotated[  # noqa: FBT002
+        bool, typer.Option("--full", help="30,000 to 36,000 tokens a text, and a long one.")
+    ] = False,
+    tokens: Annotated[
+        str, typer.Option(metavar="LEAST-MOST", help="Tokens of a text; default: four chunks.")
+    ] = "",
+    repeats: Annotated[int, typer.Option(help="Of each text within the first launch.")] = 2,
+    launches: Annotated[int, typer.Option(help="Of each server.")] = 2,
+    burst: Annotated[  # noqa: FBT002
+        bool, typer.Option("--burst", help="Also score all texts at once, as an arm of its own.")
+    ] = False,
+    claim: Annotated[str, typer.Option(help="identical or equivalent.")] = "identical",
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Nats; by default max(1e-4, 3 standard errors between launches)."),
+    ] = None,
+    api_key_env: Annotated[
+        str, typer.Option(metavar="NAME", help="Environment variable that holds the API key.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 1800.0,
+    out: Annotated[
+        Path, typer.Option(help="Folder of results, ppl.json and ppl.md; a run goes on there.")
+    ] = Path("out/ppl"),
+) -> None:
+    """Score texts on two servers that differ in the route alone; compare them token by token."""
+    options: Any = module("options")
+    made = options.Options(
+        stock=stock,
+        fused=fused,
+        model=model,
+        arguments=tuple(arguments or ()),
+        route=route,
+        stock_route=stock_route,
+        tp=tp,
+        dcp=dcp,
+        workspace=workspace,
+        one_at_a_time=one_at_a_time,
+        texts=tuple(texts or ()),
+        without_broken=without_broken,
+        full=full,
+        tokens=_range(tokens),
+        repeats=repeats,
+        launches=launches,
+        burst=burst,
+        claim=claim,
+        margin=margin,
+        key_variable=api_key_env,
+        timeout_s=timeout,
+        out=out,
+    )
+    with module("pace").Pace() as pace:
+        found = module("runner").run(made, pace)
+    module("evidence").write(out / "ppl.json", found)
+    blocks = module("report").blocks(found)
+    document.show(blocks, sys.stdout)
+    write_text(out / "ppl.md", document.markdown(blocks))
+    raise typer.Exit(found.exit_code)
+
+
+def _range(words: str) -> tuple[int, int] | None:
+    if not words:
+        return None
+    least, _, most = words.partition("-")
+    if not least.isdecimal() or not (most or least).isdecimal():
+        raise PplError(f"--tokens {words}: expected LEAST-MOST, as in 30000-36000")
+    return int(least), int(most or least)

@@ -1,0 +1,282 @@
+"""The two servers of a run: found at addresses, or started here and stopped again."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvroute import serve
+from kvroute.errors import RouteError
+from kvroute.process import ServerProcess, session
+from ppl import options as opt
+from ppl.errors import PplError
+from ppl.facts import ARMS, Arm, Instance
+from ppl.observe import Snapshot
+from ppl.options import Options
+from ppl.preflight import Checked
+from ppl.transport import Endpoint
+
+UP_S = 900.0
+"""Seconds that a server may take until it is healthy."""
+
+SCALE_OUT = "--enable-scale-out"
+"""Opens ``/inference/v1/generate``, where log-probs can be asked for as they are."""
+
+TETHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]): sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Start of a server of ours: Linux ends it when the run is killed (prctl PR_SET_PDEATHSIG)."""
+
+_STEP = re.compile(
+    rb"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, "
+    rb"(\d+) generation requests, (\d+) generation tokens"
+)
+
+
+@dataclass
+class Server:
+    """One arm's server now.
+
+    Attributes
+    ----------
+    process : of a server of our own.
+    checked : what its preflight found; None before.
+    snapshot : of its counters, after what it was last asked.
+    layers : routed layers of each rank, where only the warm-up could tell them.
+    log_at : bytes of its log that have been read.
+
+    """
+
+    arm: Arm
+    endpoint: Endpoint
+    instance: Instance
+    process: ServerProcess | None = None
+    checked: Checked | None = None
+    snapshot: Snapshot | None = None
+    layers: dict[int, int] = field(default_factory=dict)
+    log_at: int = 0
+
+    def alive(self) -> bool:
+        """Whether it may still answer."""
+        return self.process is None or self.process.code() is None
+
+    def steps(self) -> list[tuple[int, int]] | None:
+        """Return context and generation tokens of each engine step since the last call.
+
+        None where there is no log to read.
+        """
+        if self.process is None or self.process.log is None:
+            return None
+        with self.process.log.open("rb") as f:
+            f.seek(self.log_at)
+            data = f.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.log_at += len(whole)
+        return [(int(m[2]), int(m[4])) for m in _STEP.finditer(whole)]
+
+    def stop(self) -> None:
+        """Stop a server of our own, and close connections."""
+        self.endpoint.close()
+        if self.process is not None:
+            self.process.stop()
+
+
+class Attached:
+    """Servers that are there."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def get(self, arms: Sequence[Arm], made: Callable[[Arm], Instance]) -> dict[Arm, Server]:
+        """Connect to the servers of arms."""
+        found: dict[Arm, Server] = {}
+        for arm in arms:
+            url = self.options.stock if arm == "stock" else self.options.fused
+            endpoint = Endpoint(url, key=self.options.key(), timeout_s=self.options.timeout_s)
+            found[arm] = Server(arm, endpoint, made(arm))
+        return found
+
+
+class Launched:
+    """Servers that are started from one model and one set of arguments, and differ in the route.
+
+    Parameters
+    ----------
+    options : as checked.
+    model : folder or name.
+    device : ``cpu`` or ``cuda``.
+
+    """
+
+    def __init__(self, options: Options, model: str, device: str) -> None:
+        self.options = options
+        self.model = model
+        self.device = device
+        self.arguments, self.workspace = arguments(options, device)
+
+    def serve_options(self, arm: Arm) -> serve.ServeOptions:
+        """Return how an arm is served."""
+        o = self.options
+        return serve.ServeOptions(
+            route=o.stock_route if arm == "stock" else o.route,
+            tp=o.tp,
+            dcp=o.dcp,
+            model=self.model,
+            workspace=self.workspace,
+            extra=self.arguments,
+        )
+
+    def check(self) -> None:
+        """Refuse what can't be started, before anything is.
+
+        Raises
+        ------
+        PplError : a route, a size or an argument that can't work, or no vLLM.
+
+        """
+        try:
+            for arm in ARMS:
+                serve.plan(self.serve_options(arm), os.environ, self.device)
+        except RouteError as e:
+            raise PplError(str(e)) from None
+
+    def get(self, arms: Sequence[Arm], made: Callable[[Arm], Instance]) -> dict[Arm, Server]:
+        """Start the servers of arms; on a GPU one after the other, since each measures memory.
+
+        Raises
+        ------
+        PplError : one didn't come up.
+
+        """
+        started: dict[Arm, Server] = {}
+        try:
+            for arm in arms:
+                started[arm] = self._start(arm, made(arm))
+                if self.device != "cpu":
+                    _wait(started[arm])
+            for server in started.values():
+                if server.instance.up_s is None:
+                    _wait(server)
+        except BaseException:
+            for server in started.values():
+                server.stop()
+            raise
+        return started
+
+    def _start(self, arm: Arm, instance: Instance) -> Server:
+        launch = serve.plan(self.serve_options(arm), os.environ, self.device)
+        scratch = Path(tempfile.mkdtemp(prefix="bytegate-metrics-"))
+        launch.environment["PROMETHEUS_MULTIPROC_DIR"] = str(scratch)
+        command = launch.command
+        if sys.platform == "linux":
+            command = [sys.executable, "-c", TETHER, str(os.getpid()), *command]
+        log = self.options.out / "servers" / f"{arm}-{instance.launch}-{instance.number}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = ServerProcess(command, launch.environment, launch.url, log, scratch)
+        created = psutil.Process(process.pid).create_time()
+        endpoint = Endpoint(
+            launch.url,
+            timeout_s=self.options.timeout_s,
+            alive=lambda: process.code() is None,
+        )
+        known = instance.model_copy(update={"pid": process.pid, "created_s": created})
+        return Server(arm, endpoint, known, process)
+
+
+def _wait(server: Server) -> None:
+    """Wait until a server of our own is healthy."""
+    assert server.process is not None
+    began = server.instance.created_s or time.time()
+    try:
+        server.process.wait_healthy(UP_S)
+    except RouteError as e:
+        raise PplError(f"{server.arm}: {e}") from None
+    server.instance = server.instance.model_copy(update={"up_s": round(time.time() - began, 1)})
+
+
+def arguments(options: Options, device: str) -> tuple[tuple[str, ...], int | None]:
+    """Return vLLM's arguments and the workspace's rows, with what the small model adds."""
+    given = options.arguments
+    if SCALE_OUT not in given:
+        given = (*given, SCALE_OUT)
+    workspace = options.workspace
+    if device == "cpu" and options.model is None:
+        more = opt.FULL_ARGUMENTS if options.full else opt.SMALL_MODEL_ARGUMENTS
+        names = {w.partition("=")[0] for w in given}
+        for i in range(0, len(more), 2):
+            if more[i] not in names:
+                given = (*given, more[i], more[i + 1])
+        if workspace is None and not options.full:
+            workspace = opt.SMALL_WORKSPACE
+    return given, workspace
+
+
+def end_leftovers(instances: Sequence[Instance]) -> int:
+    """Stop servers of an earlier session of this run that was killed; how many processes.
+
+    A process is only taken for one of them when its start is the one that was noted.
+    """
+    ended = 0
+    for i in instances:
+        if i.pid is None or i.created_s is None:
+            continue
+        family = session(i.pid)
+        try:
+            leader = psutil.Process(i.pid)
+            if abs(leader.create_time() - i.created_s) < 1:
+                family.append(leader)
+        except psutil.NoSuchProcess:
+            pass
+        mine = [p for p in family if _since(p, i.created_s)]
+        for p in mine:
+            try:
+                p.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(mine, timeout=10)
+        ended += len(mine)
+    return ended
+
+
+def _since(process: psutil.Process, created_s: float) -> bool:
+    """Whether a process of a session began with its server, and not long after it."""
+    try:
+        return bool(process.create_time() >= created_s - 1)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def renew(server: Server, why: str, number: int) -> Instance:
+    """Return the instance that takes a server's place."""
+    return Instance(arm=server.arm, launch=server.instance.launch, number=number, why=why)
+
+
+def identity(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what tells a server's process from another."""
+    return {
+        "pids": list(snapshot.pids) if snapshot.pids is not None else None,
+        "started": snapshot.started,
+        "finished": snapshot.finished,
+    }
+
+
+def same_process(known: dict[str, Any], snapshot: Snapshot) -> bool:
+    """Whether a snapshot is of the process whose identity was noted, as far as anybody can tell."""
+    now = identity(snapshot)
+    for name in ("pids", "started"):
+        if known.get(name) is not None and now[name] is not None and known[name] != now[name]:
+            return False
+    before, after = known.get("finished"), now["finished"]
+    return before is None or after is None or int(after) >= int(before)

@@ -1,0 +1,292 @@
+"""Real runs: a fault put in where it belongs fails the gate with the right layer and reason.
+
+A few kinds run always; the whole catalogue is nightly. The harmless change and the clean twins, run
+the same way, pass. What a run recorded comes out again when it is verified.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evidence_tree import bytegate, edit
+
+from equiv.pairs import load_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+ALWAYS = {"K06": "divergence", "K04": "crash", "K15": "out_of_bounds", "K16": "unwritten"}
+"""Faults that run before a merge, one of a kind, and the kind that is found."""
+
+PAIR = load_pair("kvpack")
+FAULTS = [f for f in PAIR.faults if not f.needs]
+
+
+def policy(folder: Path, **tables: str) -> Path:
+    """Write a policy that requires one layer."""
+    text = {
+        "kernel": 'required = "no"',
+        "loop": 'required = "no"',
+        "servers": 'required = "no"',
+        "faults": 'kernel = "no"\nloop = "no"',
+        **tables,
+    }
+    path = folder / "policy.toml"
+    path.write_text("".join(f"[{k}]\n{v}\n" for k, v in text.items()), encoding="utf-8")
+    return path
+
+
+def judged(folder: Path, **tables: str) -> Any:
+    words = ("--policy", str(policy(folder, **tables)), "--out", str(folder / "gate"))
+    return bytegate("gate", "--from", str(folder), *words)
+
+
+def kernel(folder: Path, candidate: str, lane: str) -> Any:
+    """Run one lane for a candidate, and judge it."""
+    words = ("--candidate", candidate, "--lane", lane, "--profile", "dev", "--device", "cpu")
+    ran = bytegate("equiv", *words, "--out", str(folder / "equiv"))
+    done = judged(folder, kernel=f'candidates = ["{candidate}"]\nlanes = ["{lane}"]')
+    assert ran.code == done.code, ran.said
+    return done
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder where hypothesis keeps no examples yet."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f, id=f.id, marks=[] if f.id in ALWAYS else [pytest.mark.nightly])
+        for f in FAULTS
+    ],
+)
+def test_a_faulty_kernel_fails_the_kernel_layer(fault: Any, tmp_path: Path) -> None:
+    faulty, clean = tmp_path / "faulty", tmp_path / "clean"
+    done = kernel(faulty, fault.faulty, fault.lane)
+    assert done.code == 1
+    kind = ALWAYS.get(fault.id, "")
+    assert f"kernel on cpu: failed: {fault.faulty}, lane {fault.lane}: {kind}" in done.said
+    twin = kernel(clean, fault.clean, fault.lane)
+    assert twin.code == 0, twin.said
+    assert "bytegate gate: PASS" in twin.said
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(h, id=h.id, marks=[] if i == 0 else [pytest.mark.nightly])
+        for i, h in enumerate(PAIR.harmless)
+    ],
+)
+def test_a_harmless_change_passes(variant: Any, tmp_path: Path) -> None:
+    done = kernel(tmp_path, variant.faulty, "shapes")
+    assert done.code == 0, done.said
+
+
+# -- the loop -----------------------------------------------------------------------------
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM to run its loop"
+)
+LOOP_LANES = 'lanes = ["edges"]\ncpu_lanes = []'
+
+
+def loop(folder: Path, *words: str) -> int:
+    """Run one lane of the loop in a process of its own, since a patch changes vLLM for good."""
+    path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    options = ("--lane", "edges", "--profile", "dev", "--device", "cpu", *words)
+    done = subprocess.run(
+        [sys.executable, "-m", "equiv.loop", *options, "--out", str(folder / "loop")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert (folder / "loop" / "loop.json").is_file(), done.stderr
+    return done.returncode
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "number", ["L07", *[pytest.param(n, marks=pytest.mark.nightly) for n in ("L01", "L10", "L11")]]
+)
+def test_a_faulty_loop_fails_the_loop_layer(number: str, tmp_path: Path) -> None:
+    from kvroute.faults import clean_of, patch_of
+
+    assert loop(tmp_path / "faulty", "--patch", patch_of(number)) == 1
+    done = judged(tmp_path / "faulty", loop=LOOP_LANES)
+    assert done.code == 1
+    assert "vLLM's loop on cpu: failed: lane edges:" in done.said
+    # The twin runs the same way, so its patch changes vLLM too: no evidence of vLLM's own loop.
+    assert loop(tmp_path / "clean", "--patch", clean_of(number)) == 0
+    twin = judged(tmp_path / "clean", loop=LOOP_LANES)
+    assert twin.code == 4
+    assert "failed" not in twin.said
+    assert "vLLM's loop on cpu: invalid: vLLM was changed by --patch" in twin.said
+
+
+@needs_vllm
+def test_a_faulty_pack_fails_the_loop_layer_and_a_clean_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packs.py").write_text(
+        "from kvroute.packs import cat_pack\n"
+        "def clean(kv_nope, k_pe, use_fp8):\n"
+        "    return cat_pack(kv_nope, k_pe, use_fp8)\n"
+        "def faulty(kv_nope, k_pe, use_fp8):\n"
+        "    k, v = cat_pack(kv_nope, k_pe.roll(1, 0), use_fp8)\n"
+        "    return k, v\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, code in (("faulty", 1), ("clean", 0)):
+        assert loop(tmp_path / name, "--pack", f"packs:{name}") == code
+        done = judged(tmp_path / name, loop=f'{LOOP_LANES}\npack = "packs:{name}"')
+        assert done.code == code, done.said
+        assert ("vLLM's loop on cpu: failed: lane edges:" in done.said) == bool(code)
+
+
+@needs_vllm
+def test_a_recorded_batch_comes_out_again(tmp_path: Path) -> None:
+    assert loop(tmp_path) == 0
+    file = tmp_path / "loop" / "loop.json"
+    words = ("verify", str(file), "--cases", "3", "--seed", "1")
+    done = bytegate(*words)
+    assert done.code == 0, done.said
+    assert "3 of them; 3 passed again" in done.said
+
+    def other(made: dict[str, Any]) -> None:
+        for x in made["lanes"][0]["samples"]:
+            x["output_hash"] = "0" * 32
+
+    edit(file, other)
+    done = bytegate(*words)
+    assert done.code == 1
+    assert "outputs are" in done.said
+
+
+# -- verify --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``equiv.json`` of a real run: a clean kernel, one lane."""
+    folder = tmp_path_factory.mktemp("recorded")
+    words = ("--candidate", FAULTS[0].clean, "--lane", "strides", "--device", "cpu")
+    assert bytegate("equiv", *words, "--out", str(folder)).code == 0
+    return folder / "equiv.json"
+
+
+VERIFY = ("--cases", "4", "--seed", "7")
+
+
+def test_recorded_cases_come_out_again(recorded: Path) -> None:
+    done = bytegate("verify", str(recorded), *VERIFY)
+    assert done.code == 0, done.said
+    assert "inputs of recorded cases" in done.said
+    assert "4 of them; 4 passed again" in done.said
+
+
+@pytest.mark.parametrize("which", ["input_hash", "output_hash"])
+def test_a_hash_that_was_edited_does_not_come_out_again(
+    which: str, recorded: Path, tmp_path: Path
+) -> None:
+    def other(made: dict[str, Any]) -> None:
+        for x in made["candidates"][0]["lanes"][0]["samples"]:
+            x[which] = "0" * 32
+
+    copy = tmp_path / "equiv.json"
+    copy.write_bytes(recorded.read_bytes())
+    edit(copy, other)
+    done = bytegate("verify", str(copy), *VERIFY)
+    assert done.code == 1
+    assert f"{which.partition('_')[0]}s are" in done.said
+    assert "DIFFERS" in done.said
+
+
+def test_outputs_of_another_torch_are_not_covered(recorded: Path, tmp_path: Path) -> None:
+    def other(made: dict[str, Any]) -> None:
+        made["environment"]["versions"]["torch"] = "2.12.0"
+        for x in made["candidates"][0]["lanes"][0]["samples"]:
+            x["output_hash"] = "0" * 32
+
+    copy = tmp_path / "equiv.json"
+    copy.write_bytes(recorded.read_bytes())
+    edit(copy, other)
+    done = bytegate("verify", str(copy), *VERIFY)
+    assert done.code == 0, done.said
+    assert "made with torch 2.12.0" in done.said
+
+
+def test_inputs_of_a_gpu_come_out_on_a_cpu() -> None:
+    """Reports of a GPU are in the repository: their operands are the same here, bit for bit."""
+    file = ROOT / "docs" / "results" / "equiv-h200-gate.json"
+    done = bytegate("verify", str(file), *VERIFY)
+    assert done.code == 0, done.said
+    assert "inputs of recorded cases" in done.said
+    assert "made on cuda, and this is" in done.said or "outputs of recorded cases" in done.said
+
+
+def test_a_planted_fault_is_found_again_on_its_smallest_case(tmp_path: Path) -> None:
+    words = ("--only", "K06", "--clean-cases", "0", "--profile", "dev", "--device", "cpu")
+    assert bytegate("equiv", "faults", *words, "--out", str(tmp_path)).code == 0
+    file = tmp_path / "faults.json"
+    done = bytegate("verify", str(file))
+    assert done.code == 0, done.said
+    assert "1 of 1 picked fail again" in done.said
+
+    def harmless(made: dict[str, Any]) -> None:
+        row = made["faults"][0]
+        row["smallest"] = row["smallest"].replace(row["candidate"], FAULTS[0].clean)
+
+    edit(file, harmless)
+    done = bytegate("verify", str(file))
+    assert done.code == 1
+    assert "its smallest case passes" in done.said
+
+
+def test_a_file_that_is_not_there_is_bad_usage(tmp_path: Path) -> None:
+    done = bytegate("verify", str(tmp_path / "gate.json"))
+    assert done.code == 2
+    assert done.said.count("\n") == 1
+    (tmp_path / "x.json").write_text(json.dumps({"schema": "theirs"}), encoding="utf-8")
+    assert bytegate("verify", str(tmp_path / "x.json")).code == 2
+
+
+# -- the whole, by one command ----------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.nightly
+def test_one_command_runs_what_the_policy_asks_for(tmp_path: Path) -> None:
+    path = policy(
+        tmp_path,
+        kernel=f'candidates = ["{FAULTS[0].clean}"]\nlanes = ["shapes"]',
+        faults='kernel = "any"\nloop = "no"\nclean_cases = 100',
+    )
+    done = bytegate("gate", "--policy", str(path), "--out", str(tmp_path / "out"))
+    assert done.code == 0, done.said
+    made = json.loads((tmp_path / "out" / "gate.json").read_text(encoding="utf-8"))
+    assert [code for _, code in made["ran"]] == [0, 0]
+    assert {f["layer"] for f in made["files"]} == {"kernel", "kernel_faults"}
+
+
+def test_a_layer_that_cannot_run_is_not_covered_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equiv.gate.run.ENTRY", "import sys; sys.exit('bytegate: no such thing')")
+    (tmp_path / "out" / "equiv").mkdir(parents=True)
+    (tmp_path / "out" / "equiv" / "equiv.json").write_text("stale", encoding="utf-8")
+    done = bytegate("gate", "--out", str(tmp_path / "out"))
+    assert done.code == 4
+    assert "kernel on any device: not covered: exit code 1: no such thing" in done.said
+    assert not (tmp_path / "out" / "equiv" / "equiv.json").exists()

@@ -1,0 +1,349 @@
+"""``ppl run`` against fake servers, and with every fault between it and them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_vllm
+from fake_vllm import Options as Fake
+from fault_proxy import Proxy
+
+from ppl import evidence, judge, runner
+from ppl.errors import PplError, Stale
+from ppl.evidence import PplEvidence
+from ppl.options import Options
+from ppl.pace import Pace
+
+TEXTS = 4
+WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. "
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It imports torch, and every run of this file would.
+    monkeypatch.setattr("ppl.runner.environment.collect", lambda *_: {"test": True})
+    monkeypatch.setattr("ppl.transport.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("ppl.transport.MOST_WAIT_S", 0.05)
+    monkeypatch.setattr("ppl.scoring.SETTLE_S", 0.5)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(TEXTS):
+        (folder / f"text{i}.txt").write_text(f"{i}: " + WORDS * (27 + i), encoding="utf-8")
+    return folder
+
+
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def fake() -> Iterator[Start]:
+    """Start fake servers and proxies in threads: ``fake(route="fused", fault="NaN")``."""
+    running: list[Any] = []
+
+    def begin(fault: str = "", **facts: Any) -> str:
+        server, _ = fake_vllm.serve(Fake(**facts))
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        running.append(server)
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        if not fault:
+            return url
+        proxy = Proxy(url, fault)
+        running.append(proxy)
+        return proxy.url
+
+    yield begin
+    for one in running:
+        if isinstance(one, Proxy):
+            one.close()
+        else:
+            one.shutdown()
+            one.server_close()
+
+
+def go(stock: str, fused: str, texts: Path, out: Path, **facts: Any) -> PplEvidence:
+    given: dict[str, Any] = {"texts": (str(texts),), "workspace": 1024, "out": out}
+    options = Options(stock=stock, fused=fused, **{**given, **facts})
+    with Path(out.parent / "progress").open("a", encoding="utf-8") as log:
+        made = runner.run(options, Pace(log))
+    assert evidence.contradictions(made) == []
+    evidence.write(out / "ppl.json", made)
+    assert evidence.read(out / "ppl.json") == made
+    return made
+
+
+def test_two_servers_of_equal_bits_are_identical(fake: Start, texts: Path, tmp_path: Path) -> None:
+    made = go(fake(route="stock"), fake(route="fused"), texts, tmp_path / "out")
+    assert (made.verdict, made.exit_code) == ("IDENTICAL", 0), made.decided
+    assert len(made.runs) == 4
+    assert made.run is not None
+    assert [f.route for f in made.run.servers] == ["stock", "fused"]
+    assert made.run.configuration is not None
+    assert made.run.configuration.budget == 512
+    # Servers that are there have no log, and were not launched again.
+    assert any(x.startswith("scheduler chunks") for x in made.not_covered)
+    assert "no server was launched again: there is no noise floor" in made.warnings
+    assert not any("NO CONTINUATION" in x for x in made.warnings)
+
+
+def test_compare_says_the_same_of_what_a_run_left(fake: Start, texts: Path, tmp_path: Path) -> None:
+    made = go(fake(route="stock"), fake(route="fused", fault="NaN"), texts, tmp_path / "out")
+    again = judge.compare_stored([tmp_path / "out"])
+    assert again.decided == made.decided
+    assert again.run == made.run
+
+
+FAULTS = {
+    "shift rows": "shifted by one token from row 0 on",
+    "shift values": "is shifted by one token",
+    "short": "short: ",
+    "-9999.0": "a sentinel",
+    "NaN": "NaN or infinite",
+    "null": "null in row 60",
+    "null row": "null in row 39",
+    "no log-probs": "no prompt log-probs (null)",
+    "other ids": "answered for other token ids",
+    "rounded": "rounds log-probs",
+    "one in 7 fails": "refused with HTTP 500: dropped by the proxy",
+    "stale": "answered for other token ids",
+    "prefix cache": "prefix caching is on",
+    "cached tokens": "16 tokens came from a prefix cache",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("arm", ["stock", "fused"])
+def test_a_fault_on_the_way_makes_it_invalid(
+    fault: str, arm: str, fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    urls = {a: fake(route=a, fault=fault if a == arm else "none") for a in ("stock", "fused")}
+    made = go(urls["stock"], urls["fused"], texts, tmp_path / "out")
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    assert any(FAULTS[fault] in r for r in made.decided.reasons), made.decided.reasons
+
+
+def test_the_clean_twin_of_all_of_them_passes(fake: Start, texts: Path, tmp_path: Path) -> None:
+    stock, fused = (fake(route=a, fault="none") for a in ("stock", "fused"))
+    assert go(stock, fused, texts, tmp_path / "out").verdict == "IDENTICAL"
+
+
+def test_a_small_bias_on_exposed_tokens_is_different(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", fault="bias")
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out", margin=1e-4)
+    assert (made.verdict, made.exit_code) == ("DIFFERENT", 1), made.decided
+    assert all(t.unexposed.differing == 0 for t in made.texts)
+
+
+def test_retries_are_of_the_transport_and_counted(fake: Start, texts: Path, tmp_path: Path) -> None:
+    fused = fake(route="fused", fault="busy once")
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out")
+    assert made.run is not None
+    # The proxy's server did the work twice, and the counters of the first try aren't the second's.
+    assert made.run.retries == {"HTTP 503": 1}
+    assert made.verdict == "IDENTICAL", made.decided
+
+
+@pytest.mark.parametrize(
+    ("stock", "fused", "says"),
+    [
+        ({"route": "fused"}, {"route": "fused"}, "both servers run the same route, fused"),
+        ({"route": "stock"}, {"route": "stock"}, "both servers run the same route, stock"),
+        ({"route": "fused"}, {"route": "stock"}, "the arms are swapped"),
+        ({}, {"dev": False, "metrics": False}, "fused: its route is unproven"),
+        ({}, {"speculative": True}, "speculative decoding is on"),
+        ({}, {"model": "another"}, "model differ"),
+        ({}, {"version": "0.0.other"}, "versions differ"),
+        ({}, {"budget": 256}, "the arms' configurations differ: scheduler_config.max_num_batched"),
+        ({}, {"seed": 1}, "the arms' configurations differ: model_config.seed"),
+        ({}, {"extra_calls": 1}, "rank 0 counted"),
+        ({}, {"workspace": 512}, "rank 0 counted"),
+        ({"dev": False}, {"dev": False, "budget": 256}, "rank 0 counted"),
+    ],
+)
+def test_what_a_preflight_finds(
+    stock: dict[str, Any],
+    fused: dict[str, Any],
+    says: str,
+    fake: Start,
+    texts: Path,
+    tmp_path: Path,
+) -> None:
+    a = fake(**{"route": "stock", **stock})
+    b = fake(**{"route": "fused", **fused})
+    stated = ("--max-num-batched-tokens", "512", "--dcp", "2")
+    made = go(a, b, texts, tmp_path / "out", arguments=stated)
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    assert any(says in r for r in made.decided.reasons), made.decided.reasons
+
+
+def test_servers_without_dev_mode_are_told_by_their_metrics(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, dev=False) for a in ("stock", "fused"))
+    stated = ("--max-num-batched-tokens=512", "--decode-context-parallel-size", "2")
+    made = go(stock, fused, texts, tmp_path / "out", arguments=stated)
+    assert made.verdict == "IDENTICAL", made.decided
+    assert made.run is not None
+    assert made.run.servers[0].channel == "metrics"
+    assert "fused: max_num_batched_tokens is what was stated" in made.not_covered
+    assert any("its whole configuration" in x for x in made.not_covered)
+
+
+def test_what_a_server_does_not_tell_must_be_stated(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, dev=False) for a in ("stock", "fused"))
+    with pytest.raises(PplError, match="doesn't tell its --max-num-batched-tokens"):
+        go(stock, fused, texts, tmp_path / "out")
+
+
+def test_texts_that_never_reach_the_path_are_refused(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PplError, match="never reaches the path under test"):
+        go(fake(), fake(route="fused"), texts, tmp_path / "out", tokens=(400, 500))
+
+
+def test_a_set_without_a_continuation_is_warned_about_in_the_verdict(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, workspace=8192) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out", workspace=8192)
+    assert made.verdict == "IDENTICAL"
+    assert any(r.startswith("NO CONTINUATION") for r in made.decided.reasons)
+
+
+def test_the_smaller_form_is_used_where_it_gives_the_same_bits(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, scale_out=True) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out")
+    assert made.run is not None
+    assert made.run.method == "prompt_logprob_token_ids"
+    assert made.verdict == "IDENTICAL"
+    assert not any("prompt_logprob_token_ids" in x for x in made.not_covered)
+    one, other = fake(route="stock"), fake(route="fused", scale_out=True)
+    made = go(one, other, texts, tmp_path / "out2")
+    assert made.run is not None
+    assert made.run.method == "prompt_logprobs"
+    assert any("prompt_logprob_token_ids" in x and "403" in x for x in made.not_covered)
+
+
+def test_a_burst_of_all_texts(fake: Start, texts: Path, tmp_path: Path) -> None:
+    made = go(fake(), fake(route="fused"), texts, tmp_path / "out", burst=True)
+    assert made.run is not None
+    assert made.run.burst is not None
+    assert (made.run.burst.word, made.run.burst.identical_texts) == ("IDENTICAL", TEXTS)
+
+
+def test_the_key_is_sent_and_kept_nowhere(
+    fake: Start, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sesame-open")
+    stock, fused = (fake(route=a, key="sesame-open") for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out", key_variable="MY_KEY")
+    assert made.verdict == "IDENTICAL"
+    for path in (tmp_path / "out").rglob("*"):
+        assert path.is_dir() or b"sesame" not in path.read_bytes()
+    with pytest.raises(PplError, match="API key"):
+        go(stock, fused, texts, tmp_path / "other")
+
+
+def test_a_second_run_asks_for_nothing_that_is_stored(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "requests"
+    stock, fused = (fake(route=a, requests=str(log)) for a in ("stock", "fused"))
+    first = go(stock, fused, texts, tmp_path / "out")
+    asked = log.read_text("utf-8").splitlines()
+    again = go(stock, fused, texts, tmp_path / "out")
+    more = log.read_text("utf-8").splitlines()[len(asked) :]
+    assert again.inputs_sha256 == first.inputs_sha256
+    # A warm-up request of each server, which is none of the texts.
+    assert len(more) == 2
+    assert set(more) <= set(asked)
+    assert len(set(asked)) == 2 * (TEXTS + 1)
+
+
+def test_results_of_another_run_are_not_taken(fake: Start, texts: Path, tmp_path: Path) -> None:
+    stock, fused = fake(route="stock"), fake(route="fused")
+    go(stock, fused, texts, tmp_path / "out")
+    with pytest.raises(Stale, match=r"holds another run: fused \(stored http"):
+        go(stock, fake(route="fused", seed=3), texts, tmp_path / "out")
+    with pytest.raises(Stale, match="stated the claim identical"):
+        go(stock, fused, texts, tmp_path / "out", claim="equivalent")
+    (texts / "text0.txt").write_text("changed " + WORDS * 40, encoding="utf-8")
+    with pytest.raises(Stale, match="holds another run: texts"):
+        go(stock, fused, texts, tmp_path / "out")
+
+
+def test_another_run_in_the_same_folder_is_refused(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with (
+        runner._alone(out),
+        pytest.raises(PplError, match="another run writes to"),
+    ):
+        go(fake(), fake(route="fused"), texts, out)
+
+
+def test_failures_stay_in_the_evidence_of_a_resumed_run(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = fake(route="stock"), fake(route="fused", fault="one in 7 fails")
+    first = go(stock, fused, texts, tmp_path / "out")
+    assert first.verdict == "INVALID"
+    again = go(stock, fused, texts, tmp_path / "out")
+    assert again.verdict == "INVALID"
+    assert again.run is not None
+    assert first.run is not None
+    assert again.run.failures[: len(first.run.failures)] == first.run.failures
+
+
+def test_a_restart_with_another_configuration_is_invalid(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", restart_at=5, restart_seed=1)
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out")
+    assert made.verdict == "INVALID"
+    says = "fused: restarted half-way with another configuration: seed was 0 and is 1"
+    assert says in made.decided.reasons[0]
+
+
+@pytest.mark.parametrize("dev", [True, False])
+def test_a_restart_with_the_same_configuration_is_told(
+    dev: bool,  # noqa: FBT001 - a parameter of a test
+    fake: Start,
+    texts: Path,
+    tmp_path: Path,
+) -> None:
+    stock, fused = fake(route="stock", dev=dev), fake(route="fused", dev=dev, restart_at=5)
+    stated = ("--max-num-batched-tokens=512", "--dcp", "2")
+    made = go(stock, fused, texts, tmp_path / "out", arguments=stated)
+    assert made.verdict == "IDENTICAL", made.decided
+    assert any("fused launch 1 is made of 2 server processes" in w for w in made.warnings)
+
+
+def test_progress_says_how_fast_and_how_long(fake: Start, texts: Path, tmp_path: Path) -> None:
+    go(fake(), fake(route="fused"), texts, tmp_path / "out")
+    lines = (tmp_path / "progress").read_text("utf-8")
+    assert "tokens/s" in lines
+    assert "16 of 16" in lines
+    facts = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
+    assert facts["timing"][0]["scored_tokens"] > 0

@@ -125,6 +125,9 @@ def test_the_schema_is_exported() -> None:
     assert '"schema"' in done.stdout
 
 
-def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "MOST_S", 200.0)  # the machine may be shared
     assert bench.main(["100000"]) == 0
     assert "100,000 stored tokens compared" in capsys.readouterr().out

@@ -112,7 +112,7 @@ def test_evidence_that_was_edited_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "out" / "ppl.json"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("DIFFERENT", "IDENTICAL"), encoding="utf-8")
-    with pytest.raises(PplError, match="contradicts itself"):
+    with pytest.raises(PplError, match=r"contradicts itself|is damaged"):
         evidence.read(path)
     path.write_text(text[:200], encoding="utf-8")
     with pytest.raises(PplError, match="is damaged"):

@@ -34,6 +34,12 @@ def run_app(  # noqa: PLR0911 - an exit code each
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except SystemExit as e:  # of a module, pack or patch that was loaded: not a verdict
+        return _say(
+            f"something that was loaded ended the process with SystemExit({e}), so nothing was "
+            "judged; remove that, or guard it with if __name__ == '__main__'",
+            ExitCode.USAGE,
+        )
     except Exception as e:
         if os.environ.get("BYTEGATE_TRACEBACK"):
             raise

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from equiv import environment, evidence
 from equiv.candidates import source_sha256
 from equiv.errors import BytegateError, ExitCode, UsageError
 from equiv.loop import campaign, case, lanes
+from equiv.loop.confirm import confirm
 from equiv.loop.run import FINDINGS, run
 from equiv.profiles import default_name, profile_of, seed_of
 
@@ -84,12 +89,41 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     try:
         stand_ins = _stand_ins(found)
         for patch in patches:
-            resolve(patch)()
+            _apply(patch, resolve(patch))
     except UnknownVLLM as error:
         raise LoopUnavailable(f"the loop layer can't run here: {error}") from None
     except RouteError as error:
         raise UsageError(f"--patch: {error}") from None
     return found, stand_ins
+
+
+def _apply(spec: str, patch: Callable[..., Any]) -> None:
+    from kvroute.errors import RouteError
+
+    try:
+        patch()
+    except RouteError:
+        raise
+    except Exception as error:
+        raise UsageError(f"--patch: {spec}: the patch failed ({error!r})") from error
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """End on SIGTERM and SIGHUP as on Ctrl-C: whoever started processes stops them on the way."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _stand_ins(device: str) -> list[str]:
@@ -157,7 +191,9 @@ def run_loop(
         patches=request.patches,
         any_dims=any_dims,
     )
-    done, worst = campaign.run_lanes(options, progress)
+    with stoppable():
+        done, worst = campaign.run_lanes(options, progress)
+        done = confirm(done, options)
     from kvroute.untouched import inspect_worker
 
     untouched = inspect_worker().to_json()
@@ -220,6 +256,10 @@ def not_covered(done: Sequence[evidence.Lane], device: str) -> list[str]:
     left = [lane for lane in lanes.LANES if lane not in {x.lane for x in done}]
     if left:
         lines.append(f"lanes not run: {', '.join(left)}")
+    lines.append(
+        "what stands around the loop, compared with no reference here: forward_mha's merge of "
+        "context and new tokens, decode, and what MLACommonMetadataBuilder.build hands on"
+    )
     if device == "cpu":
         lines.append("no GPU: vLLM's CUDA gathers and merge, its fused ops, and NCCL")
     return lines

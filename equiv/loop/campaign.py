@@ -174,7 +174,12 @@ class LaneRun:
                 results[str(trial)] = again
                 return again.failed and again.signature == result.signature
 
-            best = shrink.smallest(case, fails, self.options.profile.shrink_seconds)
+            best = shrink.smallest(
+                case,
+                fails,
+                self.options.profile.shrink_seconds,
+                any_dims=self.options.any_dims,
+            )
             best_result = results[str(best)]
         self.found[result.signature] = evidence.Finding(
             lane=self.plan.lane,
@@ -239,6 +244,19 @@ def repro_command(case: LoopCase, patches: tuple[str, ...]) -> str:
     """Return the one command that repeats a case."""
     words = ["bytegate", "loop", "repro", str(case)]
     for patch in patches:
+        words += ["--patch", patch]
+    return shlex.join(words)
+
+
+def campaign_command(options: Options, names: tuple[str, ...]) -> str:
+    """Return the one command that runs these lanes again, in this order, on the same draws."""
+    words = ["bytegate", "loop", *(word for name in names for word in ("--lane", name))]
+    words += ["--profile", options.profile.name, "--seed", str(options.seed)]
+    if options.name != "fused":
+        words += ["--pack", options.name]
+    if options.device != "cpu":
+        words += ["--device", options.device]
+    for patch in options.patches:
         words += ["--patch", patch]
     return shlex.join(words)
 

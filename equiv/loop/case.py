@@ -26,8 +26,16 @@ DTYPES = ("fp32", "bf16", "fp16")
 SCALES = ("1", "0.07", "3.7")
 CACHES = ("auto", "fp8")
 PROJECTIONS = ("plain", "fp8")
+LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo", "engine")
+"""All lanes, in the order in which they run."""
+VLLM_ROWS = 65_536
+"""Workspace rows that vLLM takes at most for itself; a context chunk has as many tokens."""
 MAX_TOKENS = 1 << 20
-"""Context tokens of a case above which it is refused as a typing mistake."""
+"""Context tokens, and query tokens, of a case above which it is refused as a typing mistake."""
+MAX_RANKS, MAX_HEADS, MAX_COLUMNS = 64, 256, 1024
+"""Ranks, heads and padding columns above which it is, too."""
+SCALE_RANGE = (1e-6, 1e6)
+"""Scales of a cache that float32 and fp8 can carry."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,14 @@ def check(case: LoopCase) -> None:
     wrong = [
         message
         for holds, message in (
+            (case.lane in LANES, f"the lane must be one of {', '.join(LANES)}"),
+            (case.seed >= 0, "the seed must not be negative"),
+            (case.page > 0, "page must be positive"),
             (case.ranks > 1, "D must be above 1"),
+            (case.ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks"),
+            (case.heads <= MAX_HEADS, f"more than {MAX_HEADS} heads"),
+            (case.pad <= MAX_COLUMNS, f"more than {MAX_COLUMNS} columns of padding"),
+            (case.workspace <= MAX_TOKENS, f"more than {MAX_TOKENS} workspace rows"),
             (0 <= case.rank < case.ranks, "rank must lie in 0..D-1"),
             (
                 case.interleave >= 1 and case.page % max(case.interleave, 1) == 0,
@@ -166,6 +181,10 @@ def check(case: LoopCase) -> None:
             (all(q > 0 and c >= 0 for q, c in case.requests), "a request needs query tokens"),
             (any(case.contexts), "no request has a context: the loop would not run"),
             (sum(case.contexts) <= MAX_TOKENS, f"more than {MAX_TOKENS} context tokens"),
+            (
+                sum(query for query, _ in case.requests) <= MAX_TOKENS,
+                f"more than {MAX_TOKENS} query tokens",
+            ),
             (case.dtype != "fp32" or not case.fp8, "fp8 prefill needs a 16-bit model"),
         )
         if not holds
@@ -175,16 +194,17 @@ def check(case: LoopCase) -> None:
 
 
 def _values(point: str) -> dict[str, str]:
-    values = dict(entry.split("=") for entry in point.split(","))
-    if set(values) != set(_POINT):
-        raise ValueError(f"fields {', '.join(_POINT)} expected")
-    return values
+    entries = [entry.partition("=") for entry in point.split(",")]
+    if sorted(name for name, _, _ in entries) != sorted(_POINT):
+        raise ValueError(f"fields {', '.join(_POINT)} expected, each once")
+    return {name: value for name, _, value in entries}
 
 
 def _read(name: str, text: str) -> int | str:
     if name == "k_scale":
-        if not float(text) > 0:
-            raise ValueError(f"k_scale {text}: expected a positive number")
+        low, high = SCALE_RANGE
+        if not low <= float(text) <= high:
+            raise ValueError(f"k_scale {text}: expected a number from {low:g} to {high:g}")
         return text
     if name in _CHOICES:
         if text not in _CHOICES[name]:

@@ -13,19 +13,18 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from equiv import evidence
-from equiv.loop.campaign import Options
+from equiv.loop.campaign import Options, campaign_command
 
 GROUPS = {"dev": (2,), "gate": (2, 4), "nightly": (2, 4)}
 """Ranks of a group, by profile; the small model has four heads."""
@@ -116,27 +115,32 @@ def launch(
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
-        started = []
-        for rank in range(ranks):
-            log = Path(folder, f"{rank}.log").open("wb")  # noqa: SIM115 - open while it runs
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", __spec__.name, str(batches), str(seed)]
-            command.append(str(Path(folder, f"{rank}.json")))
-            process = subprocess.Popen(  # noqa: S603
-                command,
-                env={**os.environ, **shared, **own},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            started.append((process, log))
-        end = time.monotonic() + TIMEOUT_S
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process, _ in started:
-                process.wait(max(1.0, end - time.monotonic()))
-        for process, log in started:
-            process.kill()
-            process.wait()
-            log.close()
+        started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+        try:
+            for rank in range(ranks):
+                log: IO[bytes] = Path(folder, f"{rank}.log").open("wb")  # noqa: SIM115 - open while it runs
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, "-m", __spec__.name, str(batches), str(seed)]
+                command.append(str(Path(folder, f"{rank}.json")))
+                process = subprocess.Popen(  # noqa: S603
+                    command,
+                    env={**os.environ, **shared, **own},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                started.append((process, log))
+            end = time.monotonic() + TIMEOUT_S
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process, _ in started:
+                    process.wait(max(1.0, end - time.monotonic()))
+        finally:  # also after Ctrl-C: a rank that waits for its peers would stay
+            late = [process for process, _ in started if process.poll() is None]
+            for process, sink in started:
+                process.kill()
+                process.wait()
+                sink.close()
+        if late:
+            raise RuntimeError(f"the ranks weren't done in {TIMEOUT_S:.0f} s, and were killed")
         for rank, (process, _) in enumerate(started):
             if process.returncode != 0:
                 text = Path(folder, f"{rank}.log").read_text(encoding="utf-8", errors="replace")
@@ -257,12 +261,6 @@ def _problem(ranks: list[dict[str, Any]]) -> str:
 
 
 def _finding(group: _Group, batches: int, options: Options) -> evidence.Finding:
-    words = ["bytegate", "loop", "--lane", "engine", "--seed", str(options.seed)]
-    words += ["--profile", options.profile.name]
-    if options.name != "fused":
-        words += ["--pack", options.name]
-    for patch in options.patches:
-        words += ["--patch", patch]
     return evidence.Finding(
         lane="engine",
         kind=group.kind,
@@ -272,7 +270,7 @@ def _finding(group: _Group, batches: int, options: Options) -> evidence.Finding:
         detail=group.problem,
         voices="",
         raised_in="",
-        repro=shlex.join(words),
+        repro=campaign_command(options, ("engine",)),
         occurrences=1,
         set_elements=None,
     )

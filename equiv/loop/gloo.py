@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from equiv import evidence
 from equiv.loop import harmless, payload, world
-from equiv.loop.campaign import Options, repro_command
+from equiv.loop.campaign import Options, campaign_command
 from equiv.loop.case import LoopCase, parse
 from equiv.loop.run import EQUAL, Result, digest, pack_keyword, run
 
@@ -196,7 +196,7 @@ def _finding(case: LoopCase, result: Result, after: int, options: Options) -> ev
         detail=result.detail,
         voices="",
         raised_in=result.raised_in,
-        repro=repro_command(case, options.patches),
+        repro=campaign_command(options, ("gloo",)),  # one rank, served, may be right
         occurrences=1,
         set_elements=None,
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from equiv.loop import case as cases
 from equiv.loop.case import DTYPES, SCALES, LoopCase
 
 RANKS = (2, 3, 4, 8)
@@ -154,7 +155,10 @@ def padded(draw: Draw, base: LoopCase) -> LoopCase:
 
 
 def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
-    """Enumerate every edge as a context of its own, and known batches, for each D and I."""
+    """Enumerate every edge as a context of its own, and known batches, for each D and I.
+
+    Two cases more have a workspace, and with it a chunk, as large as vLLM's own.
+    """
     seed = 0
     for ranks in RANKS:
         for page, interleave in ((16, 1), (64, 16), (16, 16), (32, 2)):
@@ -178,9 +182,21 @@ def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
             for requests in batches_:
                 seed += 1
                 yield case.with_(requests=requests, rank=seed % ranks, seed=seed)
+    for ranks in (2, 8):
+        seed += 1
+        yield base.with_(
+            ranks=ranks,
+            rank=seed % ranks,
+            interleave=1,
+            page=64,
+            heads=1,
+            workspace=cases.VLLM_ROWS,
+            requests=((2, cases.VLLM_ROWS + 1), (1, 3)),
+            seed=seed,
+        )
 
 
-LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo", "engine")
+LANES = cases.LANES
 """All lanes, in the order in which they run; the last two have modules of their own."""
 CPU_ONLY = ("gloo", "engine")
 """Lanes that need the CPU's collectives or server; on a GPU real servers take their place."""
@@ -216,7 +232,8 @@ def plan(
         "uneven ranks": 16,
     }
     if lane == "edges":
-        return Plan(lane, list(edge_cases(base)), None, {**each, **ways})
+        least = {**each, **ways, "a chunk of vLLM's own size": 2}
+        return Plan(lane, list(edge_cases(base)), None, least)
     if lane == "ragged":
         draws = {"dev": 600, "gate": 3_000, "nightly": 60_000}
         return Plan(lane, [], ragged(base, ranks), {**each, **ways}, draws)

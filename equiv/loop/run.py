@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equiv.compare import Difference, differing, summarise
 from equiv.loop import payload, plan, reference, world
-from equiv.loop.case import LoopCase
+from equiv.loop.case import VLLM_ROWS, LoopCase
 
 EQUAL, REFUSED = "equal", "refused"
 FINDINGS = {
@@ -25,7 +25,7 @@ FINDINGS = {
     "ranks": "two ranks' metadata disagree",
     "plan": "fields of a context chunk contradict the requests or each other",
     "out_of_bounds": "a row beside the workspace was written",
-    "input_changed": "the cache or the query was changed",
+    "input_changed": "the cache, the query, or what the pack was given was changed",
     "not_run": "the pack was not called once for each context chunk",
     "wrong_operands": "the pack got something else than the projection and the gathered key",
     "dropped": "the pack's key and value did not reach the prefill backend",
@@ -160,22 +160,22 @@ def _compare(
     stock = made.call(None, None)
     stock_seen = list(made.backend.seen)
     _written_inside(made)
-    spied = Spy(pack, made)
+    _unchanged(made, before)
+    spied = Spy(pack, made, stock_seen)
     made.backend.seen.clear()
     made.poison()
     packed = made.call(pack_keyword(), spied)
     _written_inside(made)
     if refusal_declared(case, made):
         raise Finding("not_refused", "head strides differ across a merge, and nothing refused")
-    if digest(made.pools, made.query) != before:
-        raise Finding("input_changed", "the loop changed its cache or its query")
+    _unchanged(made, before)
     compared = 0
     for output, a, b in zip(_outputs(case, stock), stock, packed, strict=True):
         difference = _difference(output, a, b)
         compared += a.numel() * a.element_size()
         if difference is not None:
             raise Finding("divergence", difference.sentence(), difference)
-    spied.check(len(chunks), stock_seen)
+    spied.check(len(chunks))
     worst = _inside(case, stock, reference.dense(case, contents, len(chunks), made.scale))
     return Result(
         EQUAL,
@@ -191,11 +191,18 @@ def _compare(
 class Spy:
     """A pack that notes what it got, and whether its results arrived."""
 
-    def __init__(self, pack: Callable[..., Any], made: world.World) -> None:
+    def __init__(
+        self,
+        pack: Callable[..., Any],
+        made: world.World,
+        stock_seen: list[tuple[Tensor, Tensor]],
+    ) -> None:
         self._pack = pack
+        self._stock = stock_seen
         self._world = made
         self._calls: list[tuple[Tensor, Tensor]] = []
         self._problem = ""
+        self._difference = ""
 
     def __call__(self, kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Any:  # noqa: FBT001
         """Call the pack as the loop calls it."""
@@ -207,12 +214,35 @@ class Spy:
             self._problem = f"got use_fp8={use_fp8}, expected {bool(case.fp8)}"
         if kv_nope.shape[0] != k_pe.shape[0] or k_pe.shape[1] != 1:
             self._problem = f"got shapes {tuple(kv_nope.shape)} and {tuple(k_pe.shape)}"
-        result = self._pack(kv_nope, k_pe, use_fp8)
+        before = digest(kv_nope, k_pe)
+        try:
+            result = self._pack(kv_nope, k_pe, use_fp8)
+        except SystemExit as error:  # else the run would end here, with the pack's exit code
+            raise Finding("raised", f"the pack raised SystemExit({error})") from None
+        if digest(kv_nope, k_pe) != before:
+            raise Finding("input_changed", "the pack changed the projection or the gathered key")
         k, v = result
+        self._compare(k, v)
         self._calls.append((k, v))
         return result
 
-    def check(self, chunks: int, stock_seen: list[tuple[Tensor, Tensor]]) -> None:
+    def _compare(self, k: Any, v: Any) -> None:
+        """Hold key and value against the stock ones now: a pack may use its buffers again."""
+        index = len(self._calls)
+        if self._difference or index >= len(self._stock):
+            return
+        for name, ours, theirs in zip("kv", (k, v), self._stock[index], strict=True):
+            if not isinstance(ours, Tensor):
+                return  # vLLM itself stumbles over it
+            if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+                got, expected = ((t.dtype, tuple(t.shape)) for t in (ours, theirs))
+                self._difference = f"chunk {index}: {name} is {got}, stock's {expected}"
+                return
+            if not np.array_equal(_bits(ours), _bits(theirs)):
+                self._difference = f"chunk {index}: {name} has other bytes than stock"
+                return
+
+    def check(self, chunks: int) -> None:
         """Raise ``Finding`` unless it was called for each chunk and its results were used.
 
         The backend widens nothing that it keeps, so the tensors it got are the pack's own; the
@@ -227,9 +257,8 @@ class Spy:
         ):
             if k is not seen_k or v is not seen_v:
                 raise Finding("dropped", f"chunk {index}: the backend got other tensors")
-            for name, ours, theirs in zip("kv", (k, v), stock_seen[index], strict=True):
-                if not np.array_equal(_bits(ours), _bits(theirs)):
-                    raise Finding("divergence", f"chunk {index}: {name} has other bytes than stock")
+        if self._difference:
+            raise Finding("divergence", self._difference)
 
 
 def refusal_declared(case: LoopCase, made: world.World) -> bool:
@@ -290,6 +319,10 @@ def kinds_of(case: LoopCase, made: world.World) -> tuple[str, ...]:
         ("one chunk, returned as it is", not several and not context.empty_token_slices),
         ("one chunk beside a request without context", not several and context.empty_token_slices),
         ("several chunks", several),
+        (
+            "a chunk of vLLM's own size",
+            any(chunk.num_context_tokens == VLLM_ROWS for chunk in chunks),
+        ),
         ("start inside a page", any(start % case.page for start in starts)),
         ("tail of one and all of the next", any(_whole_next(case, c) for c in continuing)),
         ("ends at its chunk's end", _ends_at_chunk(chunks)),
@@ -322,6 +355,11 @@ def _ends_at_chunk(chunks: list[Any]) -> bool:
 def _written_inside(made: world.World) -> None:
     if not made.guards_intact():
         raise Finding("out_of_bounds", "a row beside the workspace was written")
+
+
+def _unchanged(made: world.World, before: str) -> None:
+    if digest(made.pools, made.query) != before:
+        raise Finding("input_changed", "the loop changed its cache or its query")
 
 
 def _outputs(case: LoopCase, results: tuple[Tensor, Tensor]) -> tuple[_Output, _Output]:

@@ -6,6 +6,8 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvroute.errors import RouteError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -17,6 +19,9 @@ KILL_SWITCHES = (
     ("VLLM_K3_DCP_FUSED_KV_PACK_DISABLE", "1"),
 )
 """Variables, with the value at which each restores the stock tail. The defaults are 1 and 0."""
+
+_SPELLINGS = {"0": ("0", "false", "no", "off"), "1": ("1", "true", "yes", "on")}
+_MEANS = {word: value for value, words in _SPELLINGS.items() for word in words}
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,24 @@ def pack_keyword(loop: Callable[..., Any]) -> str | None:
 
 
 def fired_switch(environ: Mapping[str, str]) -> str | None:
-    """Return the first kill switch that is set to its restoring value, as ``"NAME=value"``."""
+    """Return the first kill switch that is set to its restoring value, as ``"NAME=value"``.
+
+    Raises
+    ------
+    RouteError
+        For a value that is neither on nor off: a switch that is set and doesn't act must not pass
+        for one that wasn't needed.
+
+    """
+    fired = None
     for name, value in KILL_SWITCHES:
-        if environ.get(name) == value:
-            return f"{name}={value}"
-    return None
+        written = environ.get(name, "").strip()
+        meant = _MEANS.get(written.lower()) if written else ""
+        if meant is None:
+            raise RouteError(f"{name}={written!r}: expected 0 or 1")
+        if meant == value and fired is None:
+            fired = f"{name}={value}"
+    return fired
 
 
 def decide(

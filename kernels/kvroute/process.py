@@ -26,10 +26,26 @@ GRACE_S = 20.0
 """Time that a server gets to stop by itself before its processes are killed."""
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What stops a server in the foreground: Ctrl-C, a supervisor, a terminal that closes."""
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port on which nobody listens now."""
+    """Return a TCP port on which nobody listens now.
+
+    Raises
+    ------
+    RouteError
+        For a host that isn't an address of this machine.
+
+    """
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise RouteError(
+                f"host {host!r}: expected an IPv4 address of this machine ({error})"
+            ) from None
         port: int = probe.getsockname()[1]
         return port
 
@@ -134,14 +150,22 @@ class ServerProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
         return code
 
-    def run(self) -> int:
-        """Stay in the foreground; SIGINT and SIGTERM stop the server with its children."""
+    def run(self, pending: Sequence[int] = ()) -> int:
+        """Stay in the foreground; each of ``STOP_SIGNALS`` stops the server with its children.
+
+        Parameters
+        ----------
+        pending : signals that came while the server was being started.
+
+        """
 
         def forward(number: int, _frame: FrameType | None) -> None:
             raise _Stop(number)
 
-        previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        previous = {s: signal.signal(s, forward) for s in STOP_SIGNALS}
         try:
+            if pending:
+                raise _Stop(pending[0])
             return self.wait()
         except _Stop:
             for number in previous:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvroute import model, settings
 from kvroute.errors import RouteError
-from kvroute.process import ServerProcess, free_port
+from kvroute.process import STOP_SIGNALS, ServerProcess, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+MAX_PORT = 65_535
 PLUGIN = "bytegate"
 """Name of the entry point in the group ``vllm.general_plugins``."""
 EXTENSION = "kvroute.extension.RouteExtension"
@@ -158,10 +160,16 @@ def start(
 
 def serve(options: ServeOptions) -> int:
     """Serve in the foreground until the server ends or a signal comes; the exit code."""
-    server = start(options)
-    sys.stdout.write(f"bytegate: route {options.route or 'as vLLM has it'} at {server.url}\n")
-    sys.stdout.flush()
-    return server.run()
+    pending: list[int] = []  # a signal before the server has a handler must not leave it behind
+    previous = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in STOP_SIGNALS}
+    try:
+        server = start(options)
+        sys.stdout.write(f"bytegate: route {options.route or 'as vLLM has it'} at {server.url}\n")
+        sys.stdout.flush()
+        return server.run(pending)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def detect_device() -> str:
@@ -172,8 +180,15 @@ def detect_device() -> str:
 
 
 def parse(arguments: Sequence[str]) -> ServeOptions:
-    """Read the command line; what isn't ours is vLLM's."""
-    parser = argparse.ArgumentParser(prog="bytegate serve", allow_abbrev=False)
+    """Read the command line; what isn't ours is vLLM's.
+
+    Raises
+    ------
+    RouteError
+        For a value of one of ours that can't be read.
+
+    """
+    parser = _Parser(prog="bytegate serve", allow_abbrev=False)
     routes = "stock, fused, both, fault:ID, module:function or both:module:function"
     parser.add_argument("--route", default="stock", help=routes)
     parser.add_argument("--tp", type=int, default=2)
@@ -199,6 +214,13 @@ def parse(arguments: Sequence[str]) -> ServeOptions:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other command does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RouteError(f"{message}; see bytegate serve --help")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m kvroute.serve``."""
     try:
@@ -209,6 +231,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> None:
+    _check_route(options)
+    if options.tp < 1 or options.dcp < 1 or options.tp % options.dcp:
+        raise RouteError(
+            f"tp={options.tp}, dcp={options.dcp}: dcp must divide tp, and both be positive",
+        )
+    if options.workspace is not None and options.workspace < 1:
+        raise RouteError(f"workspace={options.workspace}: expected a positive number of rows")
+    if not 0 <= options.port <= MAX_PORT:
+        raise RouteError(f"port={options.port}: expected 0 to {MAX_PORT}")
+    if options.evidence is not None:
+        _check_folder(options.evidence)
+    if device != "cpu" and options.model is None:
+        raise RouteError("--model is missing: the small model is for machines without a GPU")
+    names = {p.name for p in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    allowed = environ.get("VLLM_PLUGINS")
+    if PLUGIN not in names or (allowed is not None and PLUGIN not in allowed.split(",")):
+        raise RouteError(
+            f"vLLM would not load the plugin {PLUGIN!r}: install this project beside vLLM, and "
+            "name it in VLLM_PLUGINS where that is set",
+        )
+
+
+def _check_route(options: ServeOptions) -> None:
     if options.route is not None:
         settings.check_route(options.route)
         if options.route.startswith("fault:"):
@@ -219,21 +264,16 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
             settings.resolve(options.route.removeprefix(settings.BOTH))
     for patch in options.patches:
         settings.resolve(patch)
-    if options.tp < 1 or options.dcp < 1 or options.tp % options.dcp:
-        raise RouteError(
-            f"tp={options.tp}, dcp={options.dcp}: dcp must divide tp, and both be positive",
-        )
-    if options.workspace is not None and options.workspace < 1:
-        raise RouteError(f"workspace={options.workspace}: expected a positive number of rows")
-    if device != "cpu" and options.model is None:
-        raise RouteError("--model is missing: the small model is for machines without a GPU")
-    names = {p.name for p in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    allowed = environ.get("VLLM_PLUGINS")
-    if PLUGIN not in names or (allowed is not None and PLUGIN not in allowed.split(",")):
-        raise RouteError(
-            f"vLLM would not load the plugin {PLUGIN!r}: install this project beside vLLM, and "
-            "name it in VLLM_PLUGINS where that is set",
-        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ``RouteError`` where the ranks couldn't write: they would serve, and leave nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RouteError(f"evidence={folder}: can't write there ({error.strerror})") from None
 
 
 def _defaults(defaults: Mapping[str, str], extra: Sequence[str]) -> list[str]:

@@ -262,3 +262,18 @@ def test_a_lane_below_its_least_counts_is_exit_code_4(
     assert code == 4
     assert out.startswith("NOT COVERED  ")
     assert "mode=never: 0 of 1" in out
+
+
+def test_what_ends_the_process_while_it_is_loaded_is_no_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import typer
+
+    ending = typer.Typer()
+
+    @ending.command()
+    def load() -> None:
+        raise SystemExit(0)
+
+    assert run_app(ending, [], "bytegate") == 2
+    assert "SystemExit(0), so nothing was judged" in capsys.readouterr().err

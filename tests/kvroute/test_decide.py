@@ -301,3 +301,23 @@ def test_both_takes_a_pack_of_ones_own() -> None:
     assert not decide.decide("both2:x", dcp_size=2, keyword="kv_pack", environ={}).both
     with pytest.raises(RouteError, match="module:function"):
         Settings.read({"BYTEGATE_ROUTE": "both:"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fires"),
+    [
+        ("VLLM_K3_DCP_FUSED_KV_PACK", "false", True),
+        ("VLLM_K3_DCP_FUSED_KV_PACK", " 0 ", True),
+        ("VLLM_K3_DCP_FUSED_KV_PACK", "True", False),
+        ("VLLM_K3_DCP_FUSED_KV_PACK", "", False),
+        ("VLLM_K3_DCP_FUSED_KV_PACK_DISABLE", "true", True),
+        ("VLLM_K3_DCP_FUSED_KV_PACK_DISABLE", "off", False),
+    ],
+)
+def test_a_kill_switch_fires_however_it_is_spelt(name: str, value: str, fires: bool) -> None:  # noqa: FBT001
+    assert (decide.fired_switch({name: value}) is not None) == fires
+
+
+def test_a_kill_switch_that_means_nothing_is_refused() -> None:
+    with pytest.raises(RouteError, match=r"DISABLE='maybe': expected 0 or 1"):
+        decide.fired_switch({"VLLM_K3_DCP_FUSED_KV_PACK_DISABLE": "maybe"})

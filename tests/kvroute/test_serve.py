@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -65,6 +67,10 @@ def test_a_gpu_server_needs_a_model() -> None:
         ServeOptions(tp=2, dcp=3),
         ServeOptions(tp=0),
         ServeOptions(workspace=0),
+        ServeOptions(port=70_000),
+        ServeOptions(port=-1),
+        ServeOptions(host="203.0.113.7"),
+        ServeOptions(evidence=Path("/dev/null/evidence")),
     ],
 )
 def test_what_can_not_work_is_refused_before_anything_starts(options: ServeOptions) -> None:
@@ -118,3 +124,31 @@ def test_a_server_that_dies_is_told_in_one_line(tmp_path: Path) -> None:
         ),
     ):
         server.wait_healthy(10)
+
+
+@pytest.mark.parametrize("words", [["--tp", "two"], ["--route"], ["--port", "x"]])
+def test_bad_words_are_one_line_and_exit_code_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("bytegate: ")
+    assert said.count("\n") == 1
+
+
+def test_a_signal_while_the_server_is_being_started_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def start(_: ServeOptions) -> ServerProcess:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        started.append(ServerProcess(command, {}, "http://127.0.0.1:9", tmp_path / "log"))
+        os.kill(os.getpid(), signal.SIGHUP)
+        return started[0]
+
+    monkeypatch.setattr(serve, "start", start)
+    before = signal.getsignal(signal.SIGHUP)
+    assert serve.serve(ServeOptions()) == 0
+    assert not psutil.pid_exists(started[0].pid)
+    assert signal.getsignal(signal.SIGHUP) is before

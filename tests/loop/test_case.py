@@ -51,6 +51,15 @@ def test_the_edges_are_the_catalogues() -> None:
         (GOOD.replace("D=2", "D=two"), "invalid literal"),
         (GOOD.replace("D=2", "X=2"), "fields D, rank"),
         (GOOD.replace("D=2", "D=1"), "D must be above 1"),
+        (GOOD.replace("D=2", "D=65"), "more than 64 ranks"),
+        (GOOD.replace("D=2", "D=2,D=2"), "each once"),
+        (GOOD.replace("page=16", "page=0"), "page must be positive"),
+        (GOOD.replace("H=1", "H=100000000"), "more than 256 heads"),
+        (GOOD.replace("kscale=1", "kscale=inf"), "k_scale inf"),
+        (GOOD.replace("kscale=1", "kscale=1e-300"), "k_scale 1e-300"),
+        (GOOD.replace("/ragged/", "/nonsense/"), "the lane must be one of"),
+        (GOOD.replace("/1+1/0", "/1+1/-1"), "the seed must not be negative"),
+        (GOOD.replace("/1+1/", "/99999999999+1/"), "query tokens"),
         (GOOD.replace("rank=0", "rank=2"), "rank must lie"),
         (GOOD.replace("I=1", "I=5"), "I must divide page"),
         (GOOD.replace("I=1", "I=0"), "I must divide page"),
@@ -60,7 +69,7 @@ def test_the_edges_are_the_catalogues() -> None:
         (GOOD.replace("/1+1/", "/0+4/"), "needs query tokens"),
         (GOOD.replace("/1+1/", "/1+99999999/"), "more than"),
         (GOOD.replace("dtype=fp32", "dtype=fp64"), "expected one of"),
-        (GOOD.replace("kscale=1", "kscale=-1"), "positive number"),
+        (GOOD.replace("kscale=1", "kscale=-1"), "expected a number from"),
         (GOOD.replace("fp8=0", "fp8=1"), "16-bit model"),
     ],
 )
@@ -89,3 +98,10 @@ def test_shrinking_finds_the_smallest_case_of_a_known_fault() -> None:
     assert fails(small)
     assert small.requests == ((1, 41),)
     assert (small.ranks, small.heads, small.page, small.seed) == (3, 1, 16, 0)
+
+
+def test_shrinking_stays_where_the_pack_is_claimed_to_work() -> None:
+    case = BASE.with_(dims="real", dtype="fp16", heads=12, requests=((3, 40), (1, 0)))
+    kept = shrink.smallest(case, lambda _: True, 5.0, any_dims=False)
+    assert (kept.dims, kept.dtype, kept.heads) == ("real", "fp16", 1)
+    assert shrink.smallest(case, lambda _: True, 5.0).dims == "small"

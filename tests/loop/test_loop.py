@@ -116,12 +116,163 @@ def changes_the_projection(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # no
     return k, v
 
 
+def changes_its_operands(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+    k, v = cat_pack(kv_nope, k_pe, use_fp8)
+    k_pe.zero_()
+    return k, v.clone()
+
+
+def ends_the_process(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+    raise SystemExit(0)
+
+
 @pytest.mark.parametrize(
     ("pack", "status"),
-    [(wrong_row, "divergence"), (raises, "raised"), (changes_the_projection, "divergence")],
+    [
+        (wrong_row, "divergence"),
+        (raises, "raised"),
+        (ends_the_process, "raised"),
+        (changes_the_projection, "input_changed"),
+        (changes_its_operands, "input_changed"),
+    ],
 )
 def test_a_wrong_pack_is_found(pack: Any, status: str) -> None:
     assert run(MIXED, pack).status == status
+
+
+def test_a_pack_may_give_out_the_same_buffer_again() -> None:
+    """Each chunk's key is used up before the next one is packed."""
+    buffers: dict[Any, Any] = {}
+
+    def reuses(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+        k, v = cat_pack(kv_nope, k_pe, use_fp8)
+        kept = buffers.setdefault(k.dtype, torch.zeros(1 << 20, dtype=k.dtype))
+        out = kept[: k.numel()].view(k.shape)
+        return out.copy_(k), v
+
+    result = run(MIXED, reuses)
+    assert (result.status, result.detail) == ("equal", "")
+    assert result.chunks > 1
+
+
+def test_another_dtype_is_told_as_one() -> None:
+    def wide(kv_nope: Any, k_pe: Any, use_fp8: bool) -> Any:  # noqa: FBT001
+        k, v = cat_pack(kv_nope, k_pe, use_fp8)
+        return k.float(), v.float()
+
+    result = run(MIXED.with_(dtype="bf16"), wide)
+    assert result.status == "divergence"
+
+
+def test_a_change_of_the_cache_that_the_second_call_takes_back_is_found() -> None:
+    from kvroute.faults.edit import Edit
+
+    module = "vllm.model_executor.layers.attention.mla_attention"
+    loop = "MLACommonBaseImpl._context_parallel_compute_prefill_context"
+    old = "    return output, output_lse"
+    flip = "    kv_c_and_k_pe_cache.view(-1).view(torch.uint8)[0] ^= 1\n"
+    undo = Edit("M", module, loop, old, flip + old).plant()
+    try:
+        assert run(MIXED, cat_pack).status == "input_changed"
+    finally:
+        undo()
+
+
+STATEFUL = """
+from kvroute.packs import cat_pack
+
+calls = [0]
+
+
+def every_second(kv_nope, k_pe, use_fp8):
+    k, v = cat_pack(kv_nope, k_pe, use_fp8)
+    calls[0] += 1
+    if calls[0] % 2 == 0:
+        k[0, 0, 0] += 1
+    return k, v
+
+
+def always(kv_nope, k_pe, use_fp8):
+    k, v = cat_pack(kv_nope, k_pe, use_fp8)
+    k[0, 0, 0] += 1
+    return k, v
+"""
+
+
+@pytest.mark.parametrize("name", ["every_second", "always"])
+def test_the_command_of_a_finding_repeats_it_in_a_fresh_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equiv.loop.confirm import confirm
+
+    (tmp_path / "stateful_pack.py").write_text(STATEFUL)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = f"stateful_pack:{name}"
+    pack, any_dims = api.load_pack(spec, "cpu")
+    options = campaign.Options(
+        pack,
+        spec,
+        "cpu",
+        profile_of("dev"),
+        0,
+        lanes=("ragged",),
+        any_dims=any_dims,
+        first_only=True,
+        draws=10,
+        shrink=False,
+    )
+    done, _ = campaign.run_lanes(options)
+    ((before,), (after,)) = (lane.findings for lane in (done[0], confirm(done, options)[0]))
+    if name == "always":
+        assert after == before
+        assert "repro" in after.repro
+    else:
+        assert after.case == after.found
+        assert "depends on what ran before" in after.detail
+        assert after.repro == (f"bytegate loop --lane ragged --profile dev --seed 0 --pack {spec}")
+
+
+def test_a_patch_that_fails_is_one_line() -> None:
+    with pytest.raises(UsageError, match=r"\A--patch: textwrap:dedent: the patch failed [^\n]+\Z"):
+        api.prepare("cpu", ("textwrap:dedent",))
+
+
+def test_a_supervisor_stops_a_run_as_ctrl_c_does() -> None:
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        with api.stoppable(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is before
+
+
+def test_an_interrupted_engine_leaves_no_rank_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equiv.loop import engine
+
+    ended: list[int] = []
+
+    class Rank:
+        returncode = None
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def poll(self) -> None:
+            return None
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return -9
+
+        def kill(self) -> None:
+            ended.append(1)
+
+    monkeypatch.setattr(engine.subprocess, "Popen", Rank)
+    with pytest.raises(KeyboardInterrupt):
+        engine.launch(1, 0, "both", ranks=3)
+    assert len(ended) == 3
 
 
 def test_a_vllm_that_plans_nothing_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""Whether a finding's one command repeats it: asked of a fresh process, not believed.
+
+A pack that keeps something between calls, such as a buffer or a counter, fails after other cases
+and not alone. Its case by itself then shows nothing, and shrinking it meant nothing either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from equiv import evidence
+from equiv.errors import ExitCode
+from equiv.loop import lanes
+from equiv.loop.campaign import Options, campaign_command
+
+TIMEOUT_S = 300.0
+"""Most of a repetition is the import of vLLM."""
+
+
+def confirm(done: Sequence[evidence.Lane], options: Options) -> list[evidence.Lane]:
+    """Repeat every finding of the served lanes in a process of its own.
+
+    Returns
+    -------
+    The lanes; a finding that its case alone doesn't show has the case as it was found, says so, and
+    gets the command that runs the lanes up to it again.
+
+    """
+    names = tuple(lane.lane for lane in done)
+    found = []
+    for index, lane in enumerate(done):
+        if lane.lane in lanes.CPU_ONLY:  # their commands run the lane
+            found.append(lane)
+            continue
+        ran = tuple(name for name in names[: index + 1] if name not in lanes.CPU_ONLY)
+        again = [_confirmed(finding, options, ran) for finding in lane.findings]
+        found.append(dataclasses.replace(lane, findings=again))
+    return found
+
+
+def _confirmed(
+    finding: evidence.Finding, options: Options, ran: tuple[str, ...]
+) -> evidence.Finding:
+    if repeats(finding):
+        return finding
+    return dataclasses.replace(
+        finding,
+        case=finding.found,
+        detail=f"{finding.detail}; alone in a fresh process this case is no finding: it depends on "
+        "what ran before it",
+        repro=campaign_command(options, ran),
+    )
+
+
+def repeats(finding: evidence.Finding) -> bool:
+    """Whether the finding's command, run in a fresh process, ends with a finding."""
+    words = shlex.split(finding.repro)[1:]
+    path = os.pathsep.join(entry or "." for entry in sys.path)
+    command = [sys.executable, "-c", "from equiv.cli import main; main()", *words]
+    try:
+        ended = subprocess.run(  # noqa: S603
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return ended.returncode == ExitCode.FAIL

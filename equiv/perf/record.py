@@ -156,6 +156,7 @@ class PerfEvidence:
     schema: str = "bytegate.perf"
     schema_version: int = SCHEMA_VERSION
     validated: bool = field(default=False)
+    content_sha256: str = ""
 
     def contradictions(self) -> list[str]:
         """Say what can't be true together."""

@@ -46,6 +46,17 @@ def gather(folders: Sequence[Path]) -> Stored:
     return found
 
 
+def stored(folders: Sequence[Path]) -> Stored:
+    """Return the results in folders, of which some or all may have none.
+
+    Raises
+    ------
+    PplError : a damaged record, or two of the same run.
+
+    """
+    return gather([folder for folder in folders if any(Store(folder).records())])
+
+
 def compare_stored(
     folders: Sequence[Path],
     *,
@@ -70,7 +81,7 @@ def compare_stored(
     if margin is not None and not 0 < margin < math.inf:
         raise PplError(f"margin {margin}: expected a positive number of nats")
     runs = [f for folder in folders if (f := facts.read(folder)) is not None]
-    found = gather([f for f in folders if not partial or any(Store(f).records())])
+    found = stored(folders) if partial else gather(folders)
     records = [r for _, r in found.values()]
     made = judge(
         records,
@@ -84,9 +95,7 @@ def compare_stored(
     bursts = [folder / "burst" for folder in folders if (folder / "burst").is_dir()]
     if not runs:
         return made
-    used: set[tuple[str, int, int]] = {
-        (r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records
-    }
+    used: set[Run] = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
     return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used)
 
 

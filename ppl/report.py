@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from equiv.document import Block, Exact, Facts, Heading, Items, Line, Table, counted
+from ppl import report_run
 from ppl.evidence import PplEvidence, Statistics, TextResult
 from ppl.runs import KINDS, kind, name
 from ppl.stats import Tost
@@ -67,6 +68,8 @@ def facts(made: PplEvidence) -> list[Fact]:
         found.append(("perplexity", f"stock {p['stock']:.6f}, fused {p['fused']:.6f}"))
     if made.statistics is not None:
         found += _statistics(made.statistics, stated=made.margin_stated)
+    if made.run is not None:
+        found += report_run.facts(made.run)
     return found
 
 
@@ -222,16 +225,17 @@ def _mean(values: list[float]) -> float | None:
 
 
 def tables(made: PplEvidence) -> list[Titled]:
-    """Return the tables: noise by pair of runs, texts, arg-maxes."""
+    """Return the tables: texts, noise by pair of runs, arg-maxes, and the run's own."""
+    of_run = report_run.tables(made.run) if made.run is not None else []
     if not made.texts:
-        return []
-    found = [("Pairs of runs", _pairs(made)), ("Texts", _texts(made))]
+        return of_run
+    found = [("Texts", _texts(made)), ("Pairs of runs", _pairs(made))]
     if made.top1:
         found.append(("Top-1 agreement", _top1(made)))
         flips = _flips(made)
         if flips.rows:
             found.append(("Flips with the largest margins", flips))
-    return found
+    return [*found, *of_run]
 
 
 def _pairs(made: PplEvidence) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -91,11 +92,12 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     ] = "",
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 1800.0,
     out: Annotated[
-        Path, typer.Option(help="Folder of results, ppl.json and ppl.md; a run goes on there.")
+        Path, typer.Option(help="Folder of results and reports; a run goes on there.")
     ] = Path("out/ppl"),
 ) -> None:
     """Score texts on two servers that differ in the route alone; compare them token by token."""
     options: Any = module("options")
+    outputs = module("outputs")  # now: what it needs must not be missed after an hour
     made = options.Options(
         stock=stock,
         fused=fused,
@@ -122,16 +124,15 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     )
     with module("pace").Pace() as pace:
         found = module("runner").run(made, pace)
-    stored = module("judge").gather([out]) if found.runs else {}
-    module("outputs").leave(out, found, stored, command=_typed())
+    outputs.leave(out, found, module("judge").stored([out]), command=_again())
     document.show(module("report").blocks(found), sys.stdout)
     raise typer.Exit(found.exit_code)
 
 
-def _typed() -> str:
-    """Return the command as a person would type it again."""
-    words = sys.argv[1:]
-    return shlex.join(["bytegate", "ppl", *words[words[:1] == ["ppl"] :]])
+def _again() -> str:
+    """Return this command as a person would type it again, without passwords in addresses."""
+    words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
+    return shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
 
 
 def _range(words: str) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ that it can't resolve has no figure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +142,14 @@ class Serving:
 
 @dataclass(frozen=True)
 class PerfEvidence:
-    """``perf.json``. ``verdict`` is ``"MEASURED"``, ``"NOT COVERED"`` or ``"INVALID"``."""
+    """``perf.json``.
+
+    Attributes
+    ----------
+    verdict : ``"MEASURED"``, ``"NOT COVERED"`` or ``"INVALID"``.
+    summary : the lines that a gate shows, by ``summarised``.
+
+    """
 
     __pydantic_config__ = _STRICT
     verdict: str
@@ -153,6 +161,7 @@ class PerfEvidence:
     started: str
     seconds: float
     command: str
+    summary: list[str] = field(default_factory=list)
     schema: str = "bytegate.perf"
     schema_version: int = SCHEMA_VERSION
     validated: bool = field(default=False)
@@ -161,6 +170,8 @@ class PerfEvidence:
     def contradictions(self) -> list[str]:
         """Say what can't be true together."""
         wrong = []
+        if self.summary != summarised(self.tail, self.serving, self.not_covered):
+            wrong.append("the summary isn't that of the figures")
         if (self.verdict, self.exit_code) != verdict_of(self.tail, self.serving):
             wrong.append(f"verdict {self.verdict!r} with exit_code {self.exit_code}")
         for metric in self.serving.metrics if self.serving else ():
@@ -191,3 +202,43 @@ def verdict_of(tail: Tail | None, serving: Serving | None) -> tuple[str, int]:
     if (tail is None or not tail.cells) and serving is None:
         return "NOT COVERED", 4
     return "MEASURED", 0
+
+
+LEADING = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
+"""Serving metrics of the summary; tails are in the report where they can be told."""
+
+
+def summarised(tail: Tail | None, serving: Serving | None, not_covered: Sequence[str]) -> list[str]:
+    """Return the figures in a few lines, each with what chance does to it."""
+    lines = []
+    if tail is not None and tail.cells:
+        chance = _range(tail, "stock again", "time_to_stock")
+        names = dict.fromkeys(arm.name for cell in tail.cells for arm in cell.arms)
+        for name in names:
+            if name in {"stock", "stock again", "copy"}:
+                continue
+            arms = [arm for cell in tail.cells for arm in cell.arms if arm.name == name]
+            apart = sum(arm.resolved for arm in arms)
+            wrong = sum(arm.identical is False for arm in arms)
+            lines.append(
+                f"tail, {name} on {tail.device}: {_range(tail, name, 'time_to_stock')} of stock's "
+                f"time (stock itself {chance}), {_range(tail, name, 'share_of_copy')} of a copy's "
+                f"bandwidth; told apart in {apart} of {len(arms)} sizes"
+                + (f"; WRONG BYTES in {wrong}" if wrong else "")
+            )
+    if serving is not None:
+        lines += [f"serving: INVALID, {why}" for why in serving.invalid[:1]]
+        for m in serving.metrics:
+            if m.name in LEADING and m.change is not None and m.noise is not None:
+                told = "told apart" if m.resolved else "not told apart"
+                lines.append(
+                    f"serving, {m.name}: fused {m.change:+.1%}, two launches of one route "
+                    f"{m.noise:.1%}: {told}"
+                )
+    return [*lines, *(f"not covered: {what}" for what in not_covered)]
+
+
+def _range(tail: Tail, name: str, ratio: str) -> str:
+    """Return the least and the greatest median of an arm's ratio over the sizes."""
+    found = [getattr(a, ratio).median for c in tail.cells for a in c.arms if a.name == name]
+    return f"{min(found):.2f} to {max(found):.2f}"

@@ -12,7 +12,7 @@ from equiv.environment import collect
 from equiv.errors import NotCovered
 from equiv.pairs import load_pair
 from equiv.perf import report, tail
-from equiv.perf.record import PerfEvidence, Serving, Tail, verdict_of
+from equiv.perf.record import PerfEvidence, Serving, Tail, summarised, verdict_of
 
 Progress = Callable[[str], None]
 
@@ -82,6 +82,7 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
         started=started,
         seconds=round(time.perf_counter() - began, 1),
         command=asked.command,
+        summary=summarised(measured, served, not_covered),
     )
     evidence.write(asked.out / "perf.json", made)
     evidence.write_text(asked.out / "perf.md", document.markdown(report.blocks(made)))

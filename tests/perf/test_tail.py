@@ -137,7 +137,16 @@ def evidence_of(
 ) -> record.PerfEvidence:
     word, code = record.verdict_of(tail_, serving)
     return record.PerfEvidence(
-        word, code, tail_, serving, list(not_covered), {}, "2026-01-01T00:00:00Z", 1.0, "perf"
+        verdict=word,
+        exit_code=code,
+        tail=tail_,
+        serving=serving,
+        not_covered=list(not_covered),
+        environment={},
+        started="2026-01-01T00:00:00Z",
+        seconds=1.0,
+        command="perf",
+        summary=record.summarised(tail_, serving, not_covered),
     )
 
 
@@ -165,8 +174,27 @@ def test_evidence_goes_out_and_comes_back(
     made = evidence_of(measured("triton")[0], served(METRIC))
     evidence.write(tmp_path / "perf.json", made)
     again = evidence.read(tmp_path / "perf.json", record.PerfEvidence)
-    written = {"validated": again.validated, "content_sha256": again.content_sha256}
-    assert again == dataclasses.replace(made, **written)
+    told = {"validated": again.validated, "content_sha256": again.content_sha256}
+    assert again == dataclasses.replace(made, **told)
+
+
+def test_the_summary_has_every_figure_with_its_chance(
+    times: dict[str, tuple[float, ...]],
+) -> None:
+    times["inductor"] = (16.0, 16.0, 16.0)
+    made, _ = measured("triton", "inductor")
+    lines = record.summarised(made, served(METRIC), ["something"])
+    stock = "of stock's time (stock itself 1.00 to 1.00)"
+    told = "told apart in 4 of 4 sizes"
+    assert lines == [
+        f"tail, triton on a GPU: 0.25 to 0.25 {stock}, 0.50 to 0.50 of a copy's bandwidth; {told}",
+        f"tail, inductor on a GPU: 2.00 to 2.00 {stock}, 0.06 to 0.06 of a copy's bandwidth; {told}"
+        + "; WRONG BYTES in 4",
+        "serving, median_ttft_ms: fused -10.0%, two launches of one route 0.1%: told apart",
+        "not covered: something",
+    ]
+    broken = dataclasses.replace(evidence_of(made), summary=["ten times faster"])
+    assert broken.contradictions() == ["the summary isn't that of the figures"]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +219,7 @@ def test_a_verdict_that_was_edited_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "perf.json"
     evidence.write(path, evidence_of())
     path.write_text(path.read_text("utf-8").replace("NOT COVERED", "MEASURED"), encoding="utf-8")
-    with pytest.raises(UsageError, match="contradicts itself"):
+    with pytest.raises(UsageError, match=r"contradicts itself|is damaged"):
         evidence.read(path, record.PerfEvidence)
 
 

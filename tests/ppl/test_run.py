@@ -17,7 +17,9 @@ import fake_vllm
 from fake_vllm import Options as Fake
 from fault_proxy import Proxy
 
-from ppl import evidence, judge, runner
+from equiv.command import run_app
+from ppl import evidence, judge, runner, tokens
+from ppl.cli import ppl_app
 from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
 from ppl.options import Options
@@ -80,7 +82,8 @@ def go(stock: str, fused: str, texts: Path, out: Path, **facts: Any) -> PplEvide
         made = runner.run(options, Pace(log))
     assert evidence.contradictions(made) == []
     evidence.write(out / "ppl.json", made)
-    assert evidence.read(out / "ppl.json") == made
+    again = evidence.read(out / "ppl.json")
+    assert again == made.model_copy(update={"content_sha256": again.content_sha256})
     return made
 
 
@@ -103,6 +106,25 @@ def test_compare_says_the_same_of_what_a_run_left(fake: Start, texts: Path, tmp_
     again = judge.compare_stored([tmp_path / "out"])
     assert again.decided == made.decided
     assert again.run == made.run
+
+
+def test_the_command_leaves_every_report(
+    fake: Start, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    stock, fused = fake(route="stock"), fake(route="fused")
+    words = ["run", "--stock", stock, "--fused", fused, "--texts", str(texts)]
+    assert run_app(ppl_app, [*words, "--workspace", "1024", "--out", str(out)], "bytegate ppl") == 0
+    assert "bytegate ppl: IDENTICAL" in capsys.readouterr().out
+    made = evidence.read(out / "ppl.json")
+    assert made.run is not None
+    page = (out / "ppl.html").read_text(encoding="utf-8")
+    markdown = (out / "ppl.md").read_text(encoding="utf-8")
+    for text in (page, markdown):
+        assert "## Servers" in text or "<h2>Servers</h2>" in text
+        assert fused in text
+        assert made.run.instances[0].why in text
+    assert tokens.inputs_sha256(out / "tokens.parquet") == made.inputs_sha256
 
 
 FAULTS = {

@@ -65,6 +65,13 @@ def test_a_tail_of_too_few_requests_has_no_figure(name: str) -> None:
     assert metric.why_not.startswith("needs ")
 
 
+@pytest.mark.parametrize(("requests", "enough"), [(99, False), (100, True)])
+def test_a_p90_needs_ten_samples_beyond_it(requests: int, *, enough: bool) -> None:
+    load = Load(input_tokens=40, output_tokens=3, requests=requests, concurrency=2, repeats=2)
+    runs = runs_of((10.0, 10.0), (5.0, 5.0), "p90_ttft_ms")
+    assert serving.metrics(runs, load)[0].resolved == enough
+
+
 def test_a_tail_needs_the_noise_to_resolve_it() -> None:
     (metric,) = serving.metrics(runs_of((10.0, 10.0), (5.0, 5.01), "p99_ttft_ms"), MANY)
     assert metric.resolved

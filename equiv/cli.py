@@ -377,4 +377,6 @@ def main(words: list[str] | None = None) -> None:
     """Run the command line; every error is one line on standard error."""
     arguments = list(sys.argv[1:] if words is None else words)
     _WORDS[:] = arguments
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # as python -m does, so that module:function can lie here
     sys.exit(run_app(app, arguments, "bytegate"))

@@ -380,8 +380,6 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
     if found != (wanted, SCHEMA_VERSION):
         msg = f"{path} is of schema {found}, expected {wanted} version {SCHEMA_VERSION}"
         raise UsageError(msg)
-    if wrong := seal.broken(raw):
-        raise UsageError(f"the evidence {path} is damaged: {wrong}")
     try:
         made = adapter.validate_json(json.dumps(raw), strict=True)
     except ValueError as e:
@@ -391,6 +389,8 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
     against = contradictions(made)
     if against:
         raise UsageError(f"the evidence {path} contradicts itself: {'; '.join(against[:3])}")
+    if damage := seal.broken(raw):
+        raise UsageError(f"the evidence {path} is damaged: {damage}")
     return made
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from equiv import worker
 from equiv.domain import claim_of
 from equiv.errors import BytegateError, UsageError, WorkerError
+from equiv.patience import stretched
 from equiv.result import DECLARED, LedgerHit, Result
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Worker:
             self._process.start()
         theirs.close()
         self._warm = set()
-        if not self._pipe.poll(START_S):
+        if not self._pipe.poll(START_S) and not self._pipe.poll(stretched(START_S) - START_S):
             self._kill()
             raise UsageError(
                 f"candidate {self.spec.candidate!r} didn't load within {START_S:.0f} s; "
@@ -145,12 +146,12 @@ class Worker:
         result: Any
         try:
             self._pipe.send(case)
-            if self._pipe.poll(limit):
+            if self._pipe.poll(limit) or self._pipe.poll(extra := stretched(limit) - limit):
                 result = self._pipe.recv()
             else:
                 self._kill()
                 self.toll.hangs += 1
-                result = Result("hang", f"no result within {limit:.0f} s")
+                result = Result("hang", f"no result within {limit + extra:.0f} s")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join(5)
             detail, where = self._trace()
@@ -179,7 +180,7 @@ class Worker:
             self.start()
         try:
             self._pipe.send(worker.ProofRequest(case, forbidden))
-            if self._pipe.poll(self._first_s):
+            if self._pipe.poll(stretched(self._first_s)):
                 answer: Any = self._pipe.recv()
                 if isinstance(answer, dict):
                     return answer

@@ -255,11 +255,11 @@ def read(path: Path) -> PplEvidence:
         raise PplError(f"the evidence {path} is damaged: {where}: {one['msg']}") from None
     except OSError as e:
         raise PplError(f"can't read the evidence {path}: {e.strerror}") from None
-    if damage := seal.broken(json.loads(raw)):
-        raise PplError(f"the evidence {path} is damaged: {damage}")
     wrong = contradictions(made)
     if wrong:
         raise PplError(f"the evidence {path} contradicts itself: {'; '.join(wrong[:3])}")
+    if damage := seal.broken(json.loads(raw)):
+        raise PplError(f"the evidence {path} is damaged: {damage}")
     return made
 
 

@@ -16,7 +16,7 @@ may differ       seeds, profiles, lanes, hosts, Python, NumPy; between a CPU and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +57,29 @@ def disagreements(pieces: Sequence[Piece], policy: Policy, commit: str | None) -
 
 def commit_of(pieces: Iterable[Piece]) -> str:
     """Return the commit that evidence states; empty where none does."""
-    return next((str(p.suite["commit"]) for p in pieces if _commit(p)), "")
+    return next((c for p in pieces for c in _commits_of(p)), "")
 
 
 def dirty(piece: Piece) -> bool:
     """Whether evidence says that its tree had changes."""
-    return piece.suite.get("dirty") is True
+    return any(suite.get("dirty") is True for suite in piece.suites)
 
 
-def _commit(piece: Piece) -> str:
-    found = str(piece.suite.get("commit") or "")
-    return "" if found.startswith("failed") else found
+def _commits_of(piece: Piece) -> list[str]:
+    found = [str(suite.get("commit") or "") for suite in piece.suites]
+    return [c for c in found if c and not c.startswith("failed")]
 
 
-def _hashes(piece: Piece) -> dict[str, str]:
-    found = piece.suite.get("sources_sha256")
-    if not isinstance(found, dict):
-        return {}
-    return {k: str(v) for k, v in found.items() if not str(v).startswith("failed")}
+def _hashes(piece: Piece) -> list[tuple[str, str]]:
+    """Return packages with the digests of their sources, of every bytegate that had a part."""
+    tables = [suite.get("sources_sha256") for suite in piece.suites]
+    found = [x for t in tables if isinstance(t, dict) for x in t.items()]
+    return [(str(k), str(v)) for k, v in found if not str(v).startswith("failed")]
 
 
 def _unknown(pieces: Sequence[Piece]) -> Iterator[str]:
     for p in pieces:
-        if not _commit(p) and not _hashes(p):
+        if not _commits_of(p) and not _hashes(p):
             yield (
                 f"{p.name} doesn't say which bytegate made it, neither commit nor sources; "
                 "make it again"
@@ -87,7 +87,7 @@ def _unknown(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _commits(pieces: Sequence[Piece], wanted: str | None) -> Iterator[str]:
-    values = _grouped(pieces, _commit)
+    values = _grouped((c, p) for p in pieces for c in _commits_of(p))
     if len(values) > 1:
         yield f"commits differ: {_listed(values)}"
     for value, names in values.items():
@@ -98,9 +98,12 @@ def _commits(pieces: Sequence[Piece], wanted: str | None) -> Iterator[str]:
 
 
 def _sources(pieces: Sequence[Piece]) -> Iterator[str]:
-    packages = sorted({name for p in pieces for name in _hashes(p)})
-    for package in packages:
-        values = _grouped(pieces, lambda p, package=package: _hashes(p).get(package, ""))
+    packages: dict[str, list[tuple[str, Piece]]] = {}
+    for p in pieces:
+        for name, digest in _hashes(p):
+            packages.setdefault(name, []).append((digest, p))
+    for package, stated in sorted(packages.items()):
+        values = _grouped(stated)
         if len(values) > 1:
             yield (
                 f"sources of {package} differ, though not the commit, so one tree had changes: "
@@ -145,7 +148,7 @@ def _own(piece: Piece) -> Iterator[tuple[str, str]]:
 def _versions(pieces: Sequence[Piece]) -> Iterator[str]:
     for kind in sorted({p.kind for p in pieces}):
         mine = [p for p in pieces if p.kind == kind]
-        values = _grouped(mine, lambda p: p.versions.get("vllm", ""))
+        values = _grouped((p.versions.get("vllm", ""), p) for p in mine)
         if len(values) > 1:
             yield f"versions of vllm differ on a {kind.upper()}: {_listed(values)}"
     lanes: dict[tuple[str, str], list[Piece]] = {}
@@ -153,11 +156,11 @@ def _versions(pieces: Sequence[Piece]) -> Iterator[str]:
         lanes.setdefault((p.device, FAMILY[p.layer]), []).append(p)
     for (device, family), mine in sorted(lanes.items()):
         for what in ("torch", "triton"):
-            values = _grouped(mine, lambda p, what=what: p.versions.get(what, ""))
+            values = _grouped((p.versions.get(what, ""), p) for p in mine)
             if len(values) > 1:
                 yield f"versions of {what} differ on {device}, {family} layer: {_listed(values)}"
         for library in sorted({name for p in mine for name in _libraries(p)}):
-            values = _grouped(mine, lambda p, library=library: _libraries(p).get(library, ""))
+            values = _grouped((_libraries(p).get(library, ""), p) for p in mine)
             if len(values) > 1:
                 yield f"{library} differs on {device}, {family} layer: {_listed(values)}"
 
@@ -169,13 +172,13 @@ def _libraries(piece: Piece) -> dict[str, str]:
     return {str(x.get("name")): str(x.get("sha256")) for x in found if isinstance(x, dict)}
 
 
-def _grouped(pieces: Iterable[Piece], value: Callable[[Piece], str]) -> dict[str, list[str]]:
+def _grouped(stated: Iterable[tuple[str, Piece]]) -> dict[str, list[str]]:
     """Return files by a value, those that don't state it left out."""
-    found: dict[str, list[str]] = {}
-    for p in pieces:
-        if stated := value(p):
-            found.setdefault(stated, []).append(p.name)
-    return found
+    found: dict[str, dict[str, None]] = {}
+    for value, p in stated:
+        if value:
+            found.setdefault(value, {})[p.name] = None
+    return {value: list(names) for value, names in found.items()}
 
 
 def _listed(values: dict[str, list[str]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def coverage(found: Collected) -> list[Figure]:
             figure(
                 f"Cases by kind and lane, {p.device}",
                 f"Of {names} together. A cell is the number of cases; an empty one is none.",
-                lambda width, p=p: _kinds(p, width),
+                partial(_kinds, p),
             )
         )
         made.append(
@@ -71,7 +72,7 @@ def coverage(found: Collected) -> list[Figure]:
                 f"Rows of a case, {p.device}",
                 "From the least to the greatest, with the median as a dot. Rows are what a launch "
                 "plan counts, tokens times heads here; the axis is logarithmic and 0 stands at 1.",
-                lambda width, p=p: _ranges(p, width),
+                partial(_ranges, p),
             )
         )
     return made
@@ -156,7 +157,7 @@ def lattice(found: Collected) -> list[Figure]:
                         f"{title}, {p.device}",
                         "What became of the cases in which an operand lay there: equal bytes, a "
                         "refusal that was claimed, a difference that the ledger declares.",
-                        lambda width, mine=mine, unit=unit: _lattice(mine, unit, width),
+                        partial(_lattice, mine, unit),
                     )
                 )
     return made
@@ -188,7 +189,7 @@ def _places(piece: Piece) -> Rows:
 def _lattice(rows: Rows, unit: str, width: int) -> alt.TopLevelMixin:
     shown = {k: v for k, v in TONES.items() if any(r["outcome"] == k for r in rows)}
     who = list(dict.fromkeys(r["who"] for r in rows))
-    return (
+    made: alt.TopLevelMixin = (
         alt.Chart(_data(rows))
         .mark_rect(stroke=COLOURS["line"], strokeWidth=0.5, opacity=0.75)
         .encode(
@@ -198,6 +199,7 @@ def _lattice(rows: Rows, unit: str, width: int) -> alt.TopLevelMixin:
         )
         .properties(width=width, height=(ROW + 4) * len(who))
     )
+    return made
 
 
 # -- faults --------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def faults(found: Collected) -> list[Figure]:
                 f"Planted faults, {what}, {p.device}",
                 "Cases until it was caught, on a logarithmic axis, in the colour of the lane that "
                 "caught it. A fault without a bar says why.",
-                lambda width, p=p: _faults(p, width),
+                partial(_faults, p),
             )
         )
     return made
@@ -338,7 +340,7 @@ def _position(piece: Piece, folders: Sequence[Path]) -> Figure:
         "each text. Thin lines are the scheduler's cuts; tokens before the first can't be touched "
         "by the route. Parts without a difference aren't drawn."
     )
-    return figure(title, caption, lambda width: _lines(rows, cuts, width))
+    return figure(title, caption, partial(_lines, rows, cuts))
 
 
 def _envelope(piece: Piece, folders: Sequence[Path]) -> tuple[Rows, Rows]:

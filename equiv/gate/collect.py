@@ -38,13 +38,17 @@ KINDS: dict[str, type] = {
 SERVERS = "bytegate.ppl"
 SHOWN = "bytegate.perf"
 """Shown, and never decides."""
-PASSED_OVER = ("bytegate.gate", "bytegate.ppl.score", "bytegate.doctor")
-"""Files of ours that aren't evidence of a layer."""
+PASSED_OVER = ("bytegate.gate", "bytegate.ppl.", "bytegate.doctor", "bytegate.bench")
+"""How schemas of ours begin that aren't evidence of a layer: a run's own state, for one."""
 
 LOOP_PAIR = "loop"
 """What the loop's planted faults call their pair."""
 ARRAYS = "scores"
 """The folder of a store in which stored arrays lie."""
+
+
+class NotShown(UsageError):
+    """A measurement of speed that can't be read: it is left out, since it never decides."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,17 @@ class Piece:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """What the evidence says of where it was made."""
-        found: Mapping[str, Any] = getattr(self.made, "environment", None) or {}
-        return found
+        """What the evidence says of where it was made; of servers, where their client ran."""
+        run = getattr(self.made, "run", None)
+        return _mapping(getattr(run or self.made, "environment", None))
 
     @property
-    def suite(self) -> Mapping[str, Any]:
-        """Which bytegate made it."""
+    def suites(self) -> tuple[Mapping[str, Any], ...]:
+        """Which bytegate made it; of servers which one ran, and which compared."""
+        found = [_mapping(self.environment.get("suite"))]
         if self.layer == "servers":
-            return dict(self.made.suite)
-        return _mapping(self.environment.get("suite"))
+            found.append(_mapping(self.made.suite))
+        return tuple(s for s in found if s) or ({},)
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -90,14 +95,14 @@ class Piece:
 
     @property
     def kind(self) -> str:
-        """``"cpu"`` or ``"gpu"``."""
-        return "gpu" if self.device.startswith("gpu") else "cpu"
+        """``"cpu"`` or ``"gpu"``; ``"unstated"`` where servers don't say."""
+        return self.device.split()[0]
 
     @property
     def device(self) -> str:
-        """``"cpu"``, or ``"gpu"`` and the model."""
+        """``"cpu"``, or ``"gpu"`` and the model; of servers also ``"unstated"``."""
         if self.layer == "servers":
-            return _servers_device(self.versions)
+            return _servers_device(self.versions, getattr(self.made, "run", None))
         if not str(self.made.device).startswith("cuda"):
             return "cpu"
         model = _mapping(self.environment.get("device")).get("model", "of an unknown model")
@@ -151,6 +156,9 @@ def collect(folders: Sequence[Path]) -> Collected:
             name = _shown(path, folder)
             try:
                 piece = read(path, name)
+            except NotShown as e:
+                found.notes.append(f"speed isn't shown: {e}")
+                continue
             except BytegateError as e:
                 found.problems.append(str(e))
                 continue
@@ -196,11 +204,11 @@ def read(path: Path, name: str, *, unsealed: bool = False) -> Piece | None:
         if not known:
             return None
         raise UsageError(f"{name} states no schema of bytegate's, {schema or 'none'}")
-    if schema in PASSED_OVER:
+    if schema.startswith(PASSED_OVER):
         return None
     digest = hashlib.sha256(data).hexdigest()
     if schema == SHOWN:
-        return Piece(path, name, digest, "perf", raw)
+        return Piece(path, name, digest, "perf", _perf(path, name))
     return _sealed(path, name, digest, raw, unsealed=unsealed)
 
 
@@ -244,6 +252,15 @@ def _evidence(path: Path, name: str, kind: type) -> Any:
         raise UsageError(str(e).replace(str(path), name)) from None
 
 
+def _perf(path: Path, name: str) -> Any:
+    from equiv.perf.record import PerfEvidence
+
+    try:
+        return _evidence(path, name, PerfEvidence)
+    except UsageError as e:
+        raise NotShown(str(e)) from None
+
+
 def _ppl(path: Path, name: str) -> Any:
     try:
         from ppl import evidence as ppl_evidence
@@ -275,11 +292,19 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _servers_device(versions: Mapping[str, str]) -> str:
-    """Tell where servers ran from the versions in the stored keys; a CPU where nothing says GPU."""
-    named = versions.get("device", "")
-    if named:
-        return named if named.startswith(("cpu", "gpu")) else f"gpu {named}"
+GATHERS = {"nccl": "gpu", "symmetric": "gpu", "gloo": "cpu"}
+"""What a rank's counters call the gather that ran, and where that runs."""
+
+
+def _servers_device(versions: Mapping[str, str], run: Any) -> str:
+    """Tell where servers ran: from the torch of the stored keys, else from the gather that ran."""
     torch = versions.get("torch", "")
-    on_gpu = "+cu" in torch or any(versions.get(k) for k in ("cuda", "nvidia_driver"))
-    return "gpu" if on_gpu else "cpu"
+    for mark, device in (("+cpu", "cpu"), ("+cu", "gpu"), ("+rocm", "gpu")):
+        if mark in torch:
+            return device
+    for server in getattr(run, "servers", ()):
+        gather = str(server.facts.get("gather", ""))
+        for mark, device in GATHERS.items():
+            if mark in gather:
+                return device
+    return "unstated"

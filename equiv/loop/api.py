@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -18,9 +18,9 @@ from typing import Any
 from equiv import environment, evidence
 from equiv.candidates import source_sha256
 from equiv.errors import BytegateError, ExitCode, UsageError
-from equiv.loop import campaign, case, lanes
+from equiv.loop import campaign, case, isolate, lanes
 from equiv.loop.confirm import confirm
-from equiv.loop.run import FINDINGS, run
+from equiv.loop.run import FINDINGS
 from equiv.profiles import default_name, profile_of, seed_of
 
 
@@ -76,6 +76,8 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     from kvroute.errors import RouteError, UnknownVLLM
     from kvroute.settings import resolve
 
+    # Looking for a GPU must not start CUDA in a process that will be forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = find_device(device)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what vLLM says of this machine
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks
@@ -192,7 +194,7 @@ def run_loop(
         any_dims=any_dims,
     )
     with stoppable():
-        done, worst = campaign.run_lanes(options, progress)
+        done, worst = _run_lanes(options, progress)
         done = confirm(done, options)
     from kvroute.untouched import inspect_worker
 
@@ -223,6 +225,18 @@ def run_loop(
     evidence.write(request.out / "loop.json", made)
     evidence.write_text(request.out / "loop.xml", junit.of_loop(made))
     return made
+
+
+def _run_lanes(
+    options: campaign.Options, progress: campaign.Progress
+) -> tuple[list[evidence.Lane], float]:
+    """Run the lanes: those that start no processes of their own in one that may be lost."""
+    served = tuple(lane for lane in options.lanes if lane not in lanes.CPU_ONLY)
+    others = tuple(lane for lane in options.lanes if lane in lanes.CPU_ONLY)
+    done, worst = isolate.run_lanes(replace(options, lanes=served), progress)
+    more, _ = campaign.run_lanes(replace(options, lanes=others), progress)
+    by_name = {lane.lane: lane for lane in (*done, *more)}
+    return [by_name[name] for name in options.lanes if name in by_name], worst
 
 
 def default_lanes(device: str) -> tuple[str, ...]:
@@ -287,7 +301,7 @@ def repro(line: str, patches: Sequence[str] = ()) -> Reproduced:
     one = case.parse(line)
     device, stand_ins = prepare(one.device, patches)
     pack, _ = load_pack(one.pack, device)
-    result = run(one, pack)
+    result = isolate.run_one(one, pack)
     batch = ", ".join(f"{query} + {context}" for query, context in one.requests)
     lines = [
         f"case      {one}",

@@ -43,6 +43,7 @@ class Options:
         and float32, as the CPU's own does.
     patches : specs, for the repro command.
     first_only : stop at the first finding.
+    watch : is told every case before it runs, shrinking included.
 
     """
 
@@ -57,6 +58,13 @@ class Options:
     first_only: bool = False
     draws: int | None = None
     shrink: bool = True
+    watch: Callable[[LoopCase], None] | None = None
+
+    def run(self, case: LoopCase) -> Result:
+        """Run one case."""
+        if self.watch is not None:
+            self.watch(case)
+        return run(case, self.pack)
 
 
 class LaneRun:
@@ -92,7 +100,7 @@ class LaneRun:
         return self._report()
 
     def _case(self, case: LoopCase, *, drawn: bool) -> Result:
-        result = run(case, self.options.pack)
+        result = self.options.run(case)
         if drawn:
             self.drawn += 1
         else:
@@ -170,7 +178,7 @@ class LaneRun:
             results = {str(case): result}
 
             def fails(trial: LoopCase) -> bool:
-                again = run(trial, self.options.pack)
+                again = self.options.run(trial)
                 results[str(trial)] = again
                 return again.failed and again.signature == result.signature
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from equiv import evidence
 from equiv.loop.campaign import Options, campaign_command
+from equiv.patience import stretched
 
 GROUPS = {"dev": (2,), "gate": (2, 4), "nightly": (2, 4)}
 """Ranks of a group, by profile; the small model has four heads."""
@@ -129,7 +130,7 @@ def launch(
                     stderr=subprocess.STDOUT,
                 )
                 started.append((process, log))
-            end = time.monotonic() + TIMEOUT_S
+            end = time.monotonic() + stretched(TIMEOUT_S)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 for process, _ in started:
                     process.wait(max(1.0, end - time.monotonic()))

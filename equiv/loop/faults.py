@@ -8,7 +8,6 @@ campaign of its own.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,8 +68,6 @@ def run_faults(
         )
     profile = profile_of(request.profile or "gate")
     evidence.check_folder(request.out)
-    # Looking for a GPU must not start CUDA in the process that will be forked.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     device, stand_ins = api.prepare(request.device, ())
     pack, any_dims = api.load_pack("fused", device)
     options = campaign.Options(

@@ -28,6 +28,7 @@ from equiv.loop import harmless, payload, world
 from equiv.loop.campaign import Options, campaign_command
 from equiv.loop.case import LoopCase, parse
 from equiv.loop.run import EQUAL, Result, digest, pack_keyword, run
+from equiv.patience import stretched
 
 CASES = {
     "dev": {2: 12, 3: 12, 4: 12},
@@ -62,8 +63,9 @@ class Group:
             end.send(str(case))
         results: list[Result] = []
         for rank, end in enumerate(self._ends):
-            if not end.poll(ANSWER_S):
-                return Result("ranks", f"rank {rank} gave no answer in {ANSWER_S:.0f} s")
+            limit = stretched(ANSWER_S)
+            if not end.poll(limit):
+                return Result("ranks", f"rank {rank} gave no answer in {limit:.0f} s")
             try:
                 results.append(end.recv())
             except EOFError:

@@ -30,6 +30,8 @@ FINDINGS = {
     "wrong_operands": "the pack got something else than the projection and the gathered key",
     "dropped": "the pack's key and value did not reach the prefill backend",
     "not_refused": "a case that is declared refused gave a result",
+    "crash": "the process died",
+    "hang": "no result in time",
     "raised": "an exception where a result is claimed",
 }
 """Kinds of findings."""

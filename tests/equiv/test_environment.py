@@ -346,19 +346,19 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commit_of_a_checkout(checkout: Path) -> None:
-    suite = environment._suite()
+    suite = environment.suite()
     assert suite["checkout"] is True
     assert suite["commit"] == git(checkout, "rev-parse", "HEAD")
     assert suite["dirty"] is False
     (checkout / "mine.py").write_text("")
-    assert environment._suite()["dirty"] is False, "a file beside the suite changes nothing"
+    assert environment.suite()["dirty"] is False, "a file beside the suite changes nothing"
     (checkout / "equiv" / "environment.py").write_text("x = 2\n")
-    assert environment._suite()["dirty"] is True
+    assert environment.suite()["dirty"] is True
 
 
 def test_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    suite = environment._suite()
+    suite = environment.suite()
     assert checkout.is_dir()
     assert suite["commit"].startswith("failed: FileNotFoundError")
     assert suite["dirty"].startswith("failed: FileNotFoundError")
@@ -372,7 +372,7 @@ def test_an_installed_suite_has_no_commit_of_the_folder_around_it(
     (site / "equiv" / "environment.py").write_text("x = 1\n")
     monkeypatch.setattr(environment, "__file__", str(site / "equiv" / "environment.py"))
     monkeypatch.setattr(environment, "_installed", lambda module: (module, "0.1.0"))
-    suite = environment._suite()
+    suite = environment.suite()
     assert suite["checkout"] is False
     assert suite["distribution"] == "bytegate 0.1.0"
     assert suite["commit"] is None or suite["commit"].startswith("failed: PackageNotFoundError")

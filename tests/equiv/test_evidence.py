@@ -137,6 +137,12 @@ def damaged(path: Path, change: Any) -> str:
     return refused(path)
 
 
+def unsealed(read: Any) -> Any:
+    """Return what was read without the digest that writing added."""
+    assert len(read.content_sha256) == 64
+    return dataclasses.replace(read, content_sha256="")
+
+
 # -- written and read ---------------------------------------------------------------
 
 
@@ -147,8 +153,8 @@ def test_what_is_written_is_read_back_equal(
     path = tmp_path / "file.json"
     evidence.write(path, made)
     checked = dataclasses.replace(made, validated=True)
-    assert evidence.read(path, type(made)) == checked
-    assert evidence.read_any(path) == checked
+    assert unsealed(evidence.read(path, type(made))) == checked
+    assert unsealed(evidence.read_any(path)) == checked
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -175,7 +181,7 @@ def test_whatever_it_says_is_read_back_equal(
     candidate = dataclasses.replace(MADE.candidates[0], lanes=[lane])
     made = dataclasses.replace(MADE, candidates=[candidate], environment=environment)
     evidence.write(path, made)
-    assert evidence.read(path) == dataclasses.replace(made, validated=True)
+    assert unsealed(evidence.read(path)) == dataclasses.replace(made, validated=True)
 
 
 def test_a_file_is_written_whole_or_not_at_all(path: Path) -> None:
@@ -204,10 +210,23 @@ def test_without_pydantic_evidence_is_written_and_says_so(
         with pytest.raises(UsageError, match=r"needs pydantic: pip install 'bytegate\[report\]'"):
             use()
     monkeypatch.undo()
-    assert evidence.read(path) == MADE
+    assert unsealed(evidence.read(path)) == MADE
 
 
 # -- damaged ------------------------------------------------------------------------
+
+
+def test_an_edit_that_contradicts_nothing_shows_all_the_same(path: Path) -> None:
+    def later(raw: dict[str, Any]) -> None:
+        raw["seconds"] += 1.0
+
+    assert "isn't what was written: content_sha256" in damaged(path, later)
+
+
+def test_other_blanks_and_another_order_are_the_same_content(path: Path) -> None:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(dict(reversed(raw.items()))), encoding="utf-8")
+    assert unsealed(evidence.read(path)).verdict == raw["verdict"]
 
 
 def test_no_file_and_a_folder(tmp_path: Path) -> None:
@@ -356,6 +375,6 @@ def test_the_json_schema_is_exported() -> None:
     parts = schema["$defs"]
     assert {"Candidate", "Lane", "Finding", "LedgerUse", "Sample"} <= set(parts)
     assert all(p["additionalProperties"] is False for p in parts.values())
-    optional = {"schema", "schema_version", "validated"}
+    optional = {"schema", "schema_version", "validated", "content_sha256"}
     assert set(schema["required"]) == set(schema["properties"]) - optional
     assert "FaultRow" in evidence.json_schema(FaultsEvidence)["$defs"]

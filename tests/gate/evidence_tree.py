@@ -241,7 +241,7 @@ def arrays(
                 model="a model",
                 arguments=(),
                 route=route,
-                versions={"vllm": "0.32.0"},
+                versions={"vllm": "0.32.0", "torch": "2.13.0+cpu"},
             )
             store.put(
                 values,

@@ -34,6 +34,7 @@ from evidence_tree import (
 
 from equiv import evidence
 from equiv.gate import block, record
+from equiv.perf import record as perf
 from equiv.result import FINDINGS
 
 HERE = Path("cpu")
@@ -390,9 +391,30 @@ def test_a_folder_without_evidence_passes_nothing(tmp_path: Path) -> None:
 def test_files_that_are_no_evidence_are_passed_over(tree: Path) -> None:
     (tree / "other.json").write_text('{"schema": "theirs"}', encoding="utf-8")
     (tree / "broken.json").write_text("{", encoding="utf-8")
-    (tree / "perf.json").write_text('{"schema": "bytegate.perf", "summary": ["1.2x"]}', "utf-8")
+    (tree / "ppl" / "run.json").write_text('{"schema": "bytegate.ppl.run"}', encoding="utf-8")
     assert gate(tree).code == 0
-    assert "**speed, doesn't decide** 1.2x" in (tree / "out" / "gate.md").read_text("utf-8")
+
+
+def test_speed_is_shown_and_never_decides(tree: Path) -> None:
+    arm = perf.TailArm(
+        "fused", [1e-4], perf.Ratio(0.84, 0.83, 0.85), perf.Ratio(0.9, 0.9, 0.9), True, True
+    )
+    stock = perf.TailArm(
+        "stock", [1.2e-4], perf.Ratio(1, 1, 1), perf.Ratio(0.8, 0.8, 0.8), False, True
+    )
+    arms = [stock, dataclasses.replace(stock, name="stock again"), arm]
+    arms.append(dataclasses.replace(stock, name="copy", identical=None))
+    tail = perf.Tail("kvpack", "cuda:0", 3, 5, [perf.TailCell({"T": 8}, 4096, 2, arms)])
+    verdict, code = perf.verdict_of(tail, None)
+    made = perf.PerfEvidence(verdict, code, tail, None, [], {}, "", 1.0, "bytegate perf")
+    evidence.write(tree / "perf.json", made)
+    assert gate(tree).code == 0
+    text = (tree / "out" / "gate.md").read_text(encoding="utf-8")
+    assert "**speed, doesn't decide** tail, T=8: fused takes 0.84 of stock's time" in text
+    edit(tree / "perf.json", lambda raw: raw.update({"seconds": 2.0}), sealed=False)
+    done = gate(tree)
+    assert done.code == 0
+    assert "speed isn't shown: the evidence tree/perf.json is damaged" in done.said
 
 
 # -- what is left behind -------------------------------------------------------------------
@@ -411,7 +433,7 @@ def test_the_block_stands_alone_in_forty_lines(tree: Path) -> None:
         "10 of 10 texts and 4,000 of 4,000 tokens bit-identical",
         "exposed 3,000 tokens, 0 differ",
         "minimum detectable shift",
-        "**not covered** kernel faults on cpu: fault K17: needs a GPU",
+        "**not covered** vLLM's loop on gpu: there is no evidence",
         "NVIDIA H200",
         COMMIT,
         f"bytegate equiv --candidate {OWN}",

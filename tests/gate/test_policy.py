@@ -94,3 +94,21 @@ def test_the_command_prints_what_it_reads(tmp_path: Path) -> None:
     done = bytegate("gate", "policy")
     assert done.code == 0
     assert load(tmp_path, done.said) == policy.load()
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_document_shows_the_packaged_policy() -> None:
+    text = (DOCS / "gate.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("<!-- policy -->\n```toml\n")
+    assert rest.partition("```\n<!-- end -->")[0] == policy.packaged()
+
+
+def test_the_policies_of_the_guide_are_policies(tmp_path: Path) -> None:
+    text = (DOCS / "guide.md").read_text(encoding="utf-8")
+    found = [part.partition("```")[0] for part in text.split("```toml\n")[1:]]
+    assert len(found) == 2
+    own, pair = (load(tmp_path, x) for x in found)
+    assert (own.kernel.candidates, own.loop.pack) == (("my_pack.py:kv_pack",), "my_pack:kv_pack")
+    assert [pair.requires(layer) for layer in LAYERS] == ["any", "any", "no", "no", "no"]

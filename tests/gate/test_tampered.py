@@ -151,8 +151,8 @@ def own_kernel(made: dict[str, Any]) -> None:
     made["pack_sha256"] = "9" * 64
 
 
-def mean(made: dict[str, Any]) -> None:
-    made["statistics"]["exposed"]["mean"] = 1e-7
+def power(made: dict[str, Any]) -> None:
+    made["statistics"]["detectable_nats"] = 1e-7
 
 
 def tokens(made: dict[str, Any]) -> None:
@@ -211,7 +211,9 @@ AT_THE_GATE = {
         change(EQUIV, failed), 4, ("verdict PASS with a candidate that failed",)
     ),
     "an edited statistic": Tampering(
-        change(SERVERS, mean), 4, ("ppl.json isn't what its arrays give", "statistics.exposed.mean")
+        change(SERVERS, power),
+        4,
+        ("ppl.json isn't what its arrays give", "statistics.detectable_nats"),
     ),
     "an edited count of tokens": Tampering(
         change(SERVERS, tokens), 4, ("ppl.json isn't what its arrays give", "identity.tokens")

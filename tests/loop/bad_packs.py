@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 from kvroute.packs import cat_pack
@@ -19,4 +22,16 @@ def raises(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: 
 
 
 def stock(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
+    return cat_pack(kv_nope, k_pe, use_fp8)
+
+
+def dies(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
+    if kv_nope.shape[0] > 100:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return cat_pack(kv_nope, k_pe, use_fp8)
+
+
+def sleeps(kv_nope: Any, k_pe: Any, use_fp8: bool) -> tuple[Any, Any]:  # noqa: FBT001
+    if kv_nope.shape[0] > 100:
+        time.sleep(1000)
     return cat_pack(kv_nope, k_pe, use_fp8)

@@ -512,3 +512,59 @@ def test_the_engine_lane_runs_the_pack_that_was_asked_for(
         assert found[0].repro == (
             f"bytegate loop --lane engine --seed 0 --profile dev --pack {name}"
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "detail"),
+    [
+        ("dies", "crash", "the process died: SIGSEGV"),
+        ("sleeps", "hang", "no sign in "),
+    ],
+)
+@pytest.mark.parametrize("forked", [True, False], ids=["fork", "spawn"])
+def test_a_pack_that_takes_the_process_with_it_is_a_finding_and_the_next_lane_runs(
+    name: str,
+    kind: str,
+    detail: str,
+    forked: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from equiv import patience
+    from equiv.loop import isolate
+
+    if not forked and name == "sleeps":
+        pytest.skip("the same as where the process is forked, and slow")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(isolate, "HANG_S", 20.0)
+    monkeypatch.setattr(patience, "MOST", 1.0)
+    monkeypatch.setattr(isolate, "_cuda_in_use", lambda: not forked)
+    pack, _ = api.load_pack(f"bad_packs:{name}", "cpu")
+    options = campaign.Options(
+        pack, f"bad_packs:{name}", "cpu", profile_of("dev"), 0, ("real", "strides"), any_dims=False
+    )
+    (first, second), _ = isolate.run_lanes(options)
+    (found,) = first.findings
+    assert (first.lane, first.state, found.kind) == ("real", "failed", kind)
+    assert found.detail.startswith(detail)
+    assert (second.lane, second.cases > 0) == ("strides", True)
+    if forked:
+        from equiv.loop.case import parse
+
+        again = isolate.run_one(parse(found.case), pack)
+        assert again.status == kind
+        assert f"loop repro {found.case}" in found.repro
+
+
+def test_lanes_in_a_process_of_their_own_do_what_they_do_here() -> None:
+    from equiv.loop import isolate
+
+    options = campaign.Options(
+        cat_pack, "fused", "cpu", profile_of("dev"), 3, lanes=("strides", "ragged"), draws=40
+    )
+    seen: list[str] = []
+    there, worst_there = isolate.run_lanes(options, lambda *said: seen.append(said[1]))
+    here, worst_here = campaign.run_lanes(options)
+    assert worst_there == worst_here
+    assert set(seen) == {"strides", "ragged"}
+    for a, b in zip(there, here, strict=True):
+        assert (a.kinds, a.samples, a.state) == (b.kinds, b.samples, b.state)

@@ -1,0 +1,232 @@
+"""The served lanes in a process of their own: a pack that crashes or hangs is a finding.
+
+The process says which case it is at before it runs it. When it dies, or gives no sign for long,
+the lane has a finding of kind ``crash`` or ``hang`` with that case, and another process runs the
+lanes that are left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from equiv import evidence
+from equiv.errors import BytegateError
+from equiv.loop import campaign
+from equiv.loop.campaign import Options
+from equiv.loop.case import LoopCase, parse
+from equiv.loop.run import Result, run
+from equiv.patience import stretched
+
+HANG_S = 90.0
+"""Without a sign for so long a process hangs; the longest case takes some seconds."""
+FRESH_S = 300.0
+"""The same while a process that couldn't be forked imports vLLM."""
+
+
+def run_lanes(
+    options: Options, progress: campaign.Progress = campaign.silent
+) -> tuple[list[evidence.Lane], float]:
+    """Run served lanes like ``campaign.run_lanes``, but in another process."""
+    left = list(options.lanes)
+    done: list[evidence.Lane] = []
+    worst = 0.0
+    while left:
+        child = _Child(dataclasses.replace(options, lanes=tuple(left)), progress)
+        try:
+            found, worst_here = child.wait(left)
+        finally:
+            child.stop()
+        done += found
+        worst = max(worst, worst_here)
+        left = left[len(found) :]
+        if options.first_only and any(lane.findings for lane in found):
+            break
+    return done, worst
+
+
+def run_one(case: LoopCase, pack: Callable[..., Any]) -> Result:
+    """Run one case like ``equiv.loop.run.run``, but in a forked process."""
+    context = multiprocessing.get_context("fork")
+    end, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: theirs.send(run(case, pack)))
+    process.start()
+    theirs.close()
+    try:
+        if not end.poll(HANG_S) and not end.poll(stretched(HANG_S) - HANG_S):
+            return Result("hang", f"no result in {stretched(HANG_S):.0f} s")
+        result: Result = end.recv()
+    except (EOFError, ConnectionResetError):
+        process.join(5)
+        return Result("crash", death(process.exitcode))
+    finally:
+        process.kill()
+        process.join(10)
+        end.close()
+    return result
+
+
+def death(code: int | None) -> str:
+    """Say how a process ended, by its exit code."""
+    with suppress(ValueError, TypeError):
+        return f"the process died: {signal.Signals(-(code or 0)).name}"
+    return f"the process died: exit code {code}"
+
+
+class _Child:
+    """A process that runs lanes, and what it said last."""
+
+    def __init__(self, options: Options, progress: campaign.Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self.start = time.monotonic()
+        self.at = ""
+        self.cases = 0
+        # CUDA doesn't survive a fork; elsewhere a fork saves the import of vLLM and keeps patches.
+        self.forked = not _cuda_in_use()
+        context = multiprocessing.get_context("fork" if self.forked else "spawn")
+        self.end, theirs = context.Pipe()
+        sent = options if self.forked else dataclasses.replace(options, pack=_nothing)
+        self.process: Any = context.Process(target=_work, args=(theirs, sent, self.forked))
+        self.process.start()
+        theirs.close()
+
+    def wait(self, lanes: Sequence[str]) -> tuple[list[evidence.Lane], float]:
+        """Return the lanes that ended, the last one with a finding where the process was lost.
+
+        Raises
+        ------
+        BytegateError
+            What the process raised that isn't a finding.
+
+        """
+        found: list[evidence.Lane] = []
+        worst = 0.0
+        limit = HANG_S if self.forked else FRESH_S
+        while len(found) < len(lanes):
+            try:
+                if not self.end.poll(limit) and not self.end.poll(stretched(limit) - limit):
+                    seconds = stretched(limit)
+                    found.append(
+                        self._lost(lanes[len(found)], "hang", f"no sign in {seconds:.0f} s")
+                    )
+                    return found, worst
+                kind, value = self.end.recv()
+            except (EOFError, ConnectionResetError):
+                self.process.join(5)
+                found.append(self._lost(lanes[len(found)], "crash", death(self.process.exitcode)))
+                return found, worst
+            if kind == "case":
+                self.at, self.cases, limit = value, self.cases + 1, HANG_S
+            elif kind == "progress":
+                self.progress(*value)
+            elif kind == "lane":
+                lane, share = value
+                found.append(lane)
+                worst = max(worst, share)
+                self.at, self.cases, self.start = "", 0, time.monotonic()
+                if self.options.first_only and lane.findings:
+                    return found, worst
+            else:
+                raise value
+        return found, worst
+
+    def _lost(self, lane: str, kind: str, detail: str) -> evidence.Lane:
+        repro = campaign.campaign_command(self.options, (lane,))
+        if self.at:
+            repro = campaign.repro_command(parse(self.at), self.options.patches)
+        else:
+            detail += ", before its first case"
+        cases = max(1, self.cases)
+        finding = evidence.Finding(
+            lane=lane,
+            kind=kind,
+            case=self.at or f"the start of lane {lane}",
+            found=self.at or f"the start of lane {lane}",
+            after_cases=cases,
+            detail=detail,
+            voices="",
+            raised_in="",
+            repro=repro,
+            occurrences=1,
+            set_elements=None,
+        )
+        return evidence.Lane(
+            lane=lane,
+            state="failed",
+            cases=cases,
+            enumerated=cases,
+            drawn=0,
+            equal=cases - 1,
+            refused=0,
+            declared=0,
+            undefined=0,
+            oracle_checked=cases - 1,
+            guarded=cases - 1,
+            bytes_compared=0,
+            seconds=round(time.monotonic() - self.start, 3),
+            kinds={},
+            least={},
+            ranges={},
+            median_rows=0,
+            layouts_differ={},
+            missing=[],
+            left_out=["what comes after the case that took the process with it"],
+            bound=None,
+            findings=[finding],
+            samples=[],
+        )
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join(10)
+        self.end.close()
+
+
+def _cuda_in_use() -> bool:
+    import torch
+
+    return torch.cuda.is_initialized()
+
+
+def _nothing(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+def _work(end: Connection, options: Options, forked: bool) -> None:  # noqa: FBT001 - by position
+    """Run lanes; say every case before it runs, and each lane when it is done."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process
+    try:
+        if not forked:
+            options = _again(options)
+        options = dataclasses.replace(options, watch=lambda case: end.send(("case", str(case))))
+        for lane in options.lanes:
+            one = dataclasses.replace(options, lanes=(lane,))
+            lanes, worst = campaign.run_lanes(one, lambda *said: end.send(("progress", said)))
+            end.send(("lane", (lanes[0], worst)))
+            if options.first_only and lanes[0].findings:
+                break
+    except BrokenPipeError:
+        return  # nobody listens any more
+    except BytegateError as error:
+        end.send(("error", error))
+    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
+        end.send(("error", BytegateError(f"the loop layer failed: {error!r}")))
+
+
+def _again(options: Options) -> Options:
+    from equiv.loop import api
+    from equiv.pairs import add_checkout_paths
+
+    add_checkout_paths()
+    api.prepare(options.device, options.patches)
+    return dataclasses.replace(options, pack=api.load_pack(options.name, options.device)[0])

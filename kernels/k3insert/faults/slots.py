@@ -1,0 +1,51 @@
+"""Faults of the slots: where an entry goes, and whether it goes anywhere.
+
+Each stands for a bug of paged caches: padding that wraps to the last slot, a block size taken for
+granted, a tail that isn't reached, a mapping read at the wrong token. They differ from
+``k3insert.faults.kernel.insert`` in ``stored`` or ``place``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3insert.faults import kernel
+from k3insert.faults.kernel import Insert
+
+SIXTEEN = 16
+
+padding_wraps = Insert(stored=lambda slot_mapping: torch.arange(len(slot_mapping)))
+"""I01: a slot of -1 isn't skipped, and its block and position count from the end."""
+
+
+def _sixteen(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    flat = (slot // SIXTEEN) * SIXTEEN + slot % SIXTEEN
+    inside = flat % block_size
+    return flat // block_size, torch.where(inside >= SIXTEEN, inside % SIXTEEN, inside)
+
+
+sixteen = Insert(place=_sixteen)
+"""I02: positions of a block count to 16, whatever its size."""
+
+last_lost = Insert(stored=lambda slot_mapping: kernel.stored(slot_mapping[:-1]))
+"""I03: the last token's entry isn't stored."""
+
+
+def _after_padding(slot_mapping: Tensor) -> Tensor:
+    padding = (slot_mapping < 0).nonzero()[:, 0]
+    end = int(padding[0]) if len(padding) else len(slot_mapping)
+    return torch.arange(end)
+
+
+stops_at_padding = Insert(stored=_after_padding)
+"""I04: the first padding ends the insert."""
+
+
+def _block_edge(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    block, position = kernel.place(slot, block_size)
+    return block, position.clamp(max=block_size - 2)
+
+
+block_edge = Insert(place=_block_edge)
+"""I05: the last position of a block is taken for the one before it."""

@@ -80,7 +80,9 @@ def compare_stored(
     bursts = [folder / "burst" for folder in folders if (folder / "burst").is_dir()]
     if not runs:
         return made
-    used = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
+    used: set[tuple[str, int, int]] = {
+        (r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records
+    }
     return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used)
 
 

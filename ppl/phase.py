@@ -10,6 +10,7 @@ from ppl.client import Method
 from ppl.errors import BadAnswer, PplError, Unreachable
 from ppl.facts import Arm, Instance, ServerFacts
 from ppl.inputs import Input
+from ppl.observe import Snapshot
 from ppl.order import Phase, Step
 from ppl.plan import Configuration, request
 from ppl.preflight import Checked
@@ -61,7 +62,11 @@ class Work:
         if not s.items:
             first = next(iter(s.servers.values()))
             assert first.checked is not None
-            s.cut(self._configuration(first.checked))
+            made = self._configuration(first.checked)
+            if s.options.attached and made.workspace_rows is None:
+                self._guarded(first.arm, lambda server: _wake(server, made))
+                made = self._configuration(first.checked, first.snapshot)
+            s.cut(made)
         for server in s.servers.values():
             self._note_instance(server)
         if s.method is None:
@@ -80,12 +85,13 @@ class Work:
                 raise Stop(str(e), [f"the {arm} server doesn't answer: {e}"]) from None
             self.gone(server, f"while it was made ready: {e}")
 
-    def _configuration(self, checked: Checked) -> Configuration:
+    def _configuration(self, checked: Checked, now: Snapshot | None = None) -> Configuration:
+        """Return what the plan is made from; a snapshot from after a request knows more."""
         s = self.session
         workspace = s.source.workspace if isinstance(s.source, Launched) else s.options.workspace
         made = preflight.configuration(checked.facts, workspace)
         if workspace is None and s.options.attached:
-            rows = checked.facts.facts.get("workspace_rows")
+            rows = (now or checked.snapshot).facts.get("workspace_rows")
             if isinstance(rows, int) and made.ranks > 1:
                 # It was allocated as rows + rows / D; a server that has never prefilled tells none.
                 made = made.model_copy(
@@ -147,7 +153,7 @@ class Work:
             and r.response.get("instance") == last.number
             and r.response.get("finished") is not None
         ]
-        known["finished"] = max([int(known.get("finished") or 0), *seen])
+        known["finished"] = max([int(str(known.get("finished") or 0)), *seen])
         if same_process(known, server.snapshot):
             server.instance = last
             return
@@ -258,8 +264,10 @@ class Work:
                 self.one(step, items[text])
         s.flush()
         if s.options.burst:
-            for arm in self.phase.launches:
-                while arm not in self.down and not burst.score(s, arm, self.phase.launches[arm]):
+            for arm, launch in self.phase.launches.items():
+                if any(f.arm == arm and not f.repeat for f in s.facts.failures):
+                    continue
+                while arm not in self.down and not burst.score(s, arm, launch):
                     self.gone(s.servers[arm], "in a burst of all texts")
         if self.down:
             self._stopped()
@@ -373,6 +381,20 @@ class Work:
             "again and run the same command, which asks only for what is missing",
             reasons,
         )
+
+
+def _wake(server: Server, configuration: Configuration) -> None:
+    """Send a request of two steps: its workspace's rows are what a server tells only then."""
+    assert server.checked is not None
+    tokens = configuration.budget + configuration.decode_tokens + 1
+    if server.checked.channel != "collective_rpc" or tokens >= configuration.max_model_len:
+        return
+    ids = [3 + i % 200 for i in range(tokens)]
+    try:
+        client.score(server.endpoint, server.checked.model, ids)
+    except BadAnswer:
+        return
+    scoring.settle(server)
 
 
 def _changed(known: ServerFacts, now: ServerFacts) -> str:

@@ -306,7 +306,7 @@ def configuration(
                 f"{facts.url} doesn't tell its --{name.replace('_', '-')} (dev mode is off): state "
                 f"it after --, as in -- --{name.replace('_', '-')} 16384"
             )
-        found[name] = int(value)
+        found[name] = int(str(value))
     return Configuration(
         budget=found["max_num_batched_tokens"],
         page=found["block_size"],

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from equiv import document
+from equiv.command import INTERRUPTED
 from equiv.evidence import write_text
 from ppl.errors import PplError
 
@@ -50,9 +54,6 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     route: Annotated[
         str, typer.Option(help="Route of the fused arm: fused, module:function or fault:ID.")
     ] = "fused",
-    stock_route: Annotated[
-        str, typer.Option(help="Route of the stock arm; another only to test this command.")
-    ] = "stock",
     tp: Annotated[int, typer.Option(help="Tensor parallel size of launched servers.")] = 2,
     dcp: Annotated[int, typer.Option(help="Decode context parallel size.")] = 2,
     workspace: Annotated[
@@ -102,7 +103,6 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         model=model,
         arguments=tuple(arguments or ()),
         route=route,
-        stock_route=stock_route,
         tp=tp,
         dcp=dcp,
         workspace=workspace,
@@ -121,12 +121,31 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         out=out,
     )
     with module("pace").Pace() as pace:
-        found = module("runner").run(made, pace)
+        try:
+            with _terminated_like_interrupted():
+                found = module("runner").run(made, pace)
+        except KeyboardInterrupt:
+            pace.say("stopped: what was scored is stored, and the same command goes on from there")
+            raise typer.Exit(INTERRUPTED) from None
     module("evidence").write(out / "ppl.json", found)
     blocks = module("report").blocks(found)
     document.show(blocks, sys.stdout)
     write_text(out / "ppl.md", document.markdown(blocks))
     raise typer.Exit(found.exit_code)
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Stop on SIGTERM as on Ctrl-C, so that servers are stopped and results are stored."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _range(words: str) -> tuple[int, int] | None:

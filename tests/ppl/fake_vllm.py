@@ -156,6 +156,7 @@ class Fake:
                 "world": RANKS,
                 "dcp": RANKS,
                 "gather": "fake",
+                "workspace_rows": o.workspace + o.workspace // RANKS if self.finished else None,
                 "vllm": o.version,
             }
             for rank in range(RANKS)

@@ -243,6 +243,15 @@ def test_the_smaller_form_is_used_where_it_gives_the_same_bits(
     assert any("prompt_logprob_token_ids" in x and "403" in x for x in made.not_covered)
 
 
+def test_a_forced_workspace_is_found_out(fake: Start, texts: Path, tmp_path: Path) -> None:
+    stock, fused = fake(route="stock"), fake(route="fused")
+    made = go(stock, fused, texts, tmp_path / "out", workspace=None)
+    assert made.verdict == "IDENTICAL", made.decided
+    assert made.run is not None
+    assert made.run.configuration is not None
+    assert made.run.configuration.workspace_rows == 1024
+
+
 def test_a_burst_of_all_texts(fake: Start, texts: Path, tmp_path: Path) -> None:
     made = go(fake(), fake(route="fused"), texts, tmp_path / "out", burst=True)
     assert made.run is not None

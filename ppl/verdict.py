@@ -107,9 +107,18 @@ def _by_interval(
                 f"explain ({beyond:.3g} of {explained:.3g} nats): launch both servers more often"
             )
             return "INCONCLUSIVE", why
-        return "DIFFERENT", f"{interval} lies outside +-{margin:.3g}"
+        why = f"{interval} lies outside +-{margin:.3g}"
+        if launches is None:
+            return "DIFFERENT", why, "no server was launched again: what launches do is unknown"
+        return "DIFFERENT", why
     if not (-margin < test.low and test.high < margin):
-        return "INCONCLUSIVE", f"{interval} crosses +-{margin:.3g}: score more texts"
+        why = f"{interval} crosses +-{margin:.3g}: score more texts"
+        if noise is not None and noise.distinguishable:
+            apart = (
+                "launches of one route agree with each other and the routes don't: not identical"
+            )
+            return "INCONCLUSIVE", why, apart
+        return "INCONCLUSIVE", why
     inside = f"{interval} lies inside +-{margin:.3g}"
     if noise is None:
         why = "neither noise nor identity can be claimed without a relaunch"

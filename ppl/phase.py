@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ppl import burst, client, options, preflight, scoring, validity
@@ -46,14 +45,29 @@ class Work:
     def prepare(self) -> None:
         """Look at the servers, cut the texts to them, and warm them up.
 
+        A server of our own that dies meanwhile is replaced, and all is done again.
+
         Raises
         ------
-        Stop : something is amiss.
+        Stop : something is amiss, or a server that isn't ours doesn't answer.
 
         """
+        while True:
+            try:
+                self._prepare()
+            except Unreachable as e:
+                server = next(x for x in self.session.servers.values() if x.endpoint.url == e.url)
+                if server.process is None:
+                    why = f"the {server.arm} server doesn't answer: {e}"
+                    raise Stop(why, [why]) from None
+                self._replace(server, f"while it was made ready: {e}")
+            else:
+                return
+
+    def _prepare(self) -> None:
         s = self.session
-        for arm in list(s.servers):
-            self._guarded(arm, self._inspect)
+        for server in s.servers.values():
+            self._inspect(server)
         self._compare()
         if s.options.attached:
             for server in s.servers.values():
@@ -64,7 +78,7 @@ class Work:
             assert first.checked is not None
             made = self._configuration(first.checked)
             if s.options.attached and made.workspace_rows is None:
-                self._guarded(first.arm, lambda server: _wake(server, made))
+                _wake(first, made)
                 made = self._configuration(first.checked, first.snapshot)
             s.cut(made)
         for server in s.servers.values():
@@ -72,18 +86,8 @@ class Work:
         if s.method is None:
             s.method = self._method()
             s.note(method=s.method)
-        for arm in list(s.servers):
-            self._guarded(arm, self._warm)
-
-    def _guarded(self, arm: Arm, step: Callable[[Server], None]) -> None:
-        """Take a step of the preparation; a server of our own that dies under it is replaced."""
-        server = self.session.servers[arm]
-        try:
-            step(server)
-        except Unreachable as e:
-            if self.session.options.attached:
-                raise Stop(str(e), [f"the {arm} server doesn't answer: {e}"]) from None
-            self.gone(server, f"while it was made ready: {e}")
+        for server in s.servers.values():
+            self._warm(server)
 
     def _configuration(self, checked: Checked, now: Snapshot | None = None) -> Configuration:
         """Return what the plan is made from; a snapshot from after a request knows more."""
@@ -198,9 +202,6 @@ class Work:
                         f"prompt_logprob_token_ids against prompt_logprobs: {server.arm}: {e}",
                     ]
                 )
-                return "prompt_logprobs"
-            except Unreachable:
-                # Whoever asks next notices, and knows what to do.
                 return "prompt_logprobs"
             if small.values.tobytes() != large.values.tobytes():
                 unlike = "prompt_logprob_token_ids isn't equal bit for bit to prompt_logprobs"
@@ -324,9 +325,23 @@ class Work:
             self.down[server.arm] = why
             s.pace.say(f"{server.arm} is down, {why}")
             return
+        fresh = self._replace(server, why)
+        while True:
+            try:
+                self._ready(fresh)
+            except Unreachable as e:
+                fresh = self._replace(fresh, f"while it was made ready: {e}")
+            else:
+                return
+
+    def _replace(self, server: Server, why: str) -> Server:
+        """Start a server of our own in the place of one that died."""
+        s = self.session
+        assert isinstance(s.source, Launched)
         code = server.process.code() if server.process is not None else None
         what = f"ended with {code}" if code is not None else "stopped answering"
-        s.pace.say(f"{server.arm} {what} {why.partition(':')[0]}: starting it again")
+        when = why.partition(":")[0]
+        s.pace.say(f"{server.arm} {what} {when}: starting it again")
         server.stop()
         s.add_instance(server.instance.model_copy(update={"stopped": True}))
         self.died[server.arm] = self.died.get(server.arm, 0) + 1
@@ -337,13 +352,14 @@ class Work:
             arm=server.arm,
             launch=server.instance.launch,
             number=server.instance.number + 1,
-            why=f"the one before {what} {why.partition(':')[0]}",
+            why=f"the one before {what} {when}",
         )
         try:
             s.servers[server.arm] = s.source.get((server.arm,), lambda _: fresh)[server.arm]
         except PplError as e:
             raise Stop(str(e), [f"{server.arm}: it didn't come back: {e}"]) from None
-        self._ready(s.servers[server.arm])
+        s.add_instance(s.servers[server.arm].instance)
+        return s.servers[server.arm]
 
     def _again(self, server: Server, why: str) -> None:
         """Look anew at a server that was started again; its configuration may be another."""
@@ -356,16 +372,16 @@ class Work:
             number=server.instance.number + 1,
             why=f"started again, {why}",
         )
-        self._ready(server)
-
-    def _ready(self, server: Server) -> None:
         try:
-            self._inspect(server)
-            self._compare()
-            self._note_instance(server)
-            self._warm(server)
+            self._ready(server)
         except Unreachable as e:
             self.gone(server, f"after a restart: {e}")
+
+    def _ready(self, server: Server) -> None:
+        self._inspect(server)
+        self._compare()
+        self._note_instance(server)
+        self._warm(server)
 
     def _stopped(self) -> None:
         """Say how to go on."""

@@ -110,7 +110,7 @@ class Endpoint:
                     return self._once(method, path, body)
         except (httpx2.HTTPError, httpx2.InvalidURL, _Again) as e:
             words = f"{type(e).__name__.strip('_')}: {e}"[:WORDS]
-            raise Unreachable(f"{self.url}{path}: no answer ({words})") from None
+            raise Unreachable(self.url, path, words) from None
         raise AssertionError
 
     def _mendable(self, error: Exception) -> bool:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ppl import burst, client, options, preflight, scoring, validity
-from ppl.client import Method
+from ppl import burst, options, preflight, ready, scoring, validity
 from ppl.errors import BadAnswer, PplError, Unreachable
-from ppl.facts import Arm, Instance, ServerFacts
+from ppl.facts import Arm, Instance
 from ppl.inputs import Input
 from ppl.observe import Snapshot
 from ppl.order import Phase, Step
 from ppl.plan import Configuration, request
 from ppl.preflight import Checked
 from ppl.scoring import Restarted
-from ppl.servers import Launched, Server, identity, same_process
+from ppl.servers import Launched, Server, identity
 
 if TYPE_CHECKING:
     from ppl.runner import Session
@@ -71,20 +70,20 @@ class Work:
         self._compare()
         if s.options.attached:
             for server in s.servers.values():
-                self._recognise(server)
+                ready.recognise(s, server)
             self.phase = Phase({x.arm: x.instance.launch for x in s.servers.values()})
         if not s.items:
             first = next(iter(s.servers.values()))
             assert first.checked is not None
             made = self._configuration(first.checked)
             if s.options.attached and made.workspace_rows is None:
-                _wake(first, made)
+                ready.wake(first, made)
                 made = self._configuration(first.checked, first.snapshot)
             s.cut(made)
         for server in s.servers.values():
             self._note_instance(server)
         if s.method is None:
-            s.method = self._method()
+            s.method = ready.method(s)
             s.note(method=s.method)
         for server in s.servers.values():
             self._warm(server)
@@ -116,11 +115,11 @@ class Work:
         server.checked, server.snapshot = checked, checked.snapshot
         known = next((f for f in s.facts.servers if f.arm == server.arm), None)
         if known is not None:
-            changed = _changed(known, checked.facts)
-            if changed:
+            unlike = ready.changed(known, checked.facts)
+            if unlike:
                 raise Stop(
                     f"{server.arm}: the server's configuration changed",
-                    [f"{server.arm}: restarted half-way with another configuration: {changed}"],
+                    [f"{server.arm}: restarted half-way with another configuration: {unlike}"],
                 )
         s.checked[server.arm] = checked
         servers = [f for f in s.facts.servers if f.arm != server.arm]
@@ -139,43 +138,6 @@ class Work:
             s.note(servers=[])
             raise Stop(f"preflight: {amiss[0]}", amiss)
 
-    def _recognise(self, server: Server) -> None:
-        """Find out which launch a server that is there belongs to."""
-        s = self.session
-        assert server.snapshot is not None
-        mine = [i for i in s.facts.instances if i.arm == server.arm]
-        if not mine:
-            server.instance = Instance(arm=server.arm, launch=1, number=1, why="found")
-            return
-        last = max(mine, key=lambda i: (i.launch, i.number))
-        known = dict(last.identity)
-        seen = [
-            int(str(r.response["finished"]))
-            for r in s.store.records()
-            if r.arm == server.arm
-            and r.launch == last.launch
-            and r.response.get("instance") == last.number
-            and r.response.get("finished") is not None
-        ]
-        known["finished"] = max([int(str(known.get("finished") or 0)), *seen])
-        if same_process(known, server.snapshot):
-            server.instance = last
-            return
-        names = [t.text for t in s.facts.texts]
-        steps = Phase({server.arm: last.launch}).steps(names, s.options.repeats)
-        stored = {(r.key.text, *r.run) for r in s.store.records()}
-        if set(steps) <= stored and last.launch < s.options.launches:
-            server.instance = Instance(
-                arm=server.arm, launch=last.launch + 1, number=1, why="found launched again"
-            )
-        else:
-            server.instance = Instance(
-                arm=server.arm,
-                launch=last.launch,
-                number=last.number + 1,
-                why="found launched again in the middle",
-            )
-
     def _note_instance(self, server: Server) -> None:
         assert server.snapshot is not None
         instance = server.instance.model_copy(update={"identity": identity(server.snapshot)})
@@ -183,32 +145,6 @@ class Work:
         self.session.add_instance(instance)
 
     # -- method and warm-up -----------------------------------------------------------
-
-    def _method(self) -> Method:
-        """Use the smaller form where every server has it and gives the same bits."""
-        s = self.session
-        ids = s.items[0].ids[::-1]
-        open_ = list(s.facts.not_covered)
-        for server in s.servers.values():
-            assert server.checked is not None
-            model = server.checked.model
-            try:
-                small = client.score(server.endpoint, model, ids, "prompt_logprob_token_ids")
-                large = client.score(server.endpoint, model, ids, "prompt_logprobs")
-            except BadAnswer as e:
-                s.note(
-                    not_covered=[
-                        *open_,
-                        f"prompt_logprob_token_ids against prompt_logprobs: {server.arm}: {e}",
-                    ]
-                )
-                return "prompt_logprobs"
-            if small.values.tobytes() != large.values.tobytes():
-                unlike = "prompt_logprob_token_ids isn't equal bit for bit to prompt_logprobs"
-                s.note(warnings=[*s.facts.warnings, f"{server.arm}: {unlike}, and isn't used"])
-                return "prompt_logprobs"
-            scoring.settle(server)
-        return "prompt_logprob_token_ids"
 
     def _warm(self, server: Server) -> None:
         """Send one request whose result is discarded, and see that its counters are as planned."""
@@ -397,31 +333,3 @@ class Work:
             "again and run the same command, which asks only for what is missing",
             reasons,
         )
-
-
-def _wake(server: Server, configuration: Configuration) -> None:
-    """Send a request of two steps: its workspace's rows are what a server tells only then."""
-    assert server.checked is not None
-    tokens = configuration.budget + configuration.decode_tokens + 1
-    if server.checked.channel != "collective_rpc" or tokens >= configuration.max_model_len:
-        return
-    ids = [3 + i % 200 for i in range(tokens)]
-    try:
-        client.score(server.endpoint, server.checked.model, ids)
-    except BadAnswer:
-        return
-    scoring.settle(server)
-
-
-def _changed(known: ServerFacts, now: ServerFacts) -> str:
-    """Say in what a server isn't the one that was there; empty where it is."""
-    found = [
-        f"{name} was {known.settings.get(name)} and is {now.settings.get(name)}"
-        for name in sorted(set(known.settings) | set(now.settings))
-        if known.settings.get(name) != now.settings.get(name)
-    ]
-    for name in ("model", "route", "versions", "channel", "switches", "settings_sha256"):
-        before, after = getattr(known, name), getattr(now, name)
-        if before != after and not (found and name == "settings_sha256"):
-            found.append(f"{name} was {before} and is {after}")
-    return "; ".join(found[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -241,6 +242,35 @@ def test_the_smaller_form_is_used_where_it_gives_the_same_bits(
     assert made.run is not None
     assert made.run.method == "prompt_logprobs"
     assert any("prompt_logprob_token_ids" in x and "403" in x for x in made.not_covered)
+
+
+def test_ids_are_the_servers_own_where_it_has_a_tokenizer(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, tokenizer=5) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out")
+    assert made.verdict == "IDENTICAL"
+    assert made.run is not None
+    assert made.run.tokenizer == "the server's /tokenize"
+    made = go(stock, fake(route="fused", tokenizer=6), texts, tmp_path / "other")
+    says = "the arms' tokenizers give other ids for the same text"
+    assert made.decided.reasons[0] == says
+    assert made.verdict == "INVALID"
+
+
+def test_a_result_of_an_earlier_run_is_never_taken_for_this_ones(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    go(fake(seed=1), fake(route="fused", seed=1), texts, tmp_path / "earlier")
+    stock, fused = fake(), fake(route="fused")
+    go(stock, fused, texts, tmp_path / "out")
+    (earlier,) = (tmp_path / "earlier" / "scores").glob("text1*")
+    shutil.copytree(earlier, tmp_path / "out" / "scores" / earlier.name, dirs_exist_ok=True)
+    with pytest.raises(Stale, match=r"is stale: arguments differ"):
+        go(stock, fused, texts, tmp_path / "out")
+    made = judge.compare_stored([tmp_path / "out"])
+    assert made.verdict == "INVALID"
+    assert any(r.startswith("arguments differ") for r in made.decided.reasons)
 
 
 def test_a_forced_workspace_is_found_out(fake: Start, texts: Path, tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ def test_what_a_preflight_finds(
     made = go(a, b, texts, tmp_path / "out", arguments=stated)
     assert (made.verdict, made.exit_code) == ("INVALID", 4)
     assert any(says in r for r in made.decided.reasons), made.decided.reasons
+    assert judge.compare_stored([tmp_path / "out"]).decided == made.decided
 
 
 def test_servers_without_dev_mode_are_told_by_their_metrics(

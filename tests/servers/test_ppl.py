@@ -141,6 +141,21 @@ def test_a_fault_between_real_servers_and_the_client(
     assert any(says in r for r in made.decided.reasons), made.decided
 
 
+def test_real_servers_without_dev_mode(pair: dict[str, Any], tmp_path: Path) -> None:
+    between = {arm: proxy(server.url, "no dev mode") for arm, server in pair.items()}
+    addresses = ["--stock", between["stock"].url, "--fused", between["fused"].url]
+    stated = ["--workspace", "1024", "--", "--max-num-batched-tokens", "512", "--dcp", "2"]
+    try:
+        made = run(tmp_path, *addresses, *few(), *stated)
+    finally:
+        for one in between.values():
+            one.close()
+    assert made.verdict == "IDENTICAL"
+    assert made.run is not None
+    assert {f.channel for f in made.run.servers} == {"metrics"}
+    assert all(r.observed.counters == r.observed.planned for r in Store(tmp_path).records())
+
+
 def test_twenty_relaunched_pairs_are_never_different(pair: dict[str, Any], tmp_path: Path) -> None:
     """A/A: one route behind both names would be INVALID, so two routes of equal bits stand in."""
     for i in range(20):

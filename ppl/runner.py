@@ -87,6 +87,9 @@ class Session:
         gone = end_leftovers([i for i in self.facts.instances if not i.stopped])
         if gone:
             pace.say(f"ended {gone} processes of servers that a killed run had left")
+        ended = [i.model_copy(update={"stopped": True}) for i in self.facts.instances if i.pid]
+        others = [i for i in self.facts.instances if not i.pid]
+        self.facts = self.facts.model_copy(update={"instances": [*ended, *others]})
         self.items: list[Input] = []
         self.planned: Plan | None = None
         self.checked: dict[Arm, Checked] = {}

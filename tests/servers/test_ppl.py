@@ -180,7 +180,8 @@ def test_a_run_and_a_server_killed_at_random_moments(seed: int, tmp_path: Path) 
         until = time.monotonic() + 300
         while time.monotonic() < until:
             known = facts.read(tmp_path)
-            alive = [i for i in known.instances if not i.stopped and i.identity] if known else []
+            noted = [i for i in known.instances if i.identity and i.pid] if known else []
+            alive = [i for i in noted if psutil.pid_exists(i.pid)]
             if len(alive) > 1 and len(list(Store(tmp_path).records())) > len(before):
                 break
             time.sleep(0.2)

@@ -150,7 +150,7 @@ FAULTS: dict[str, Change] = {
     "other ids": _edit(_other_ids),
     "rounded": _edit(_round),
     "bias": _edit(_small_bias),
-    "one in 7 fails": _one_in(7),
+    "one in 5 fails": _one_in(5),
     "stale": _stale,
     "prefix cache": _prefix_cache,
     "cached tokens": _cached_tokens,

@@ -117,7 +117,7 @@ FAULTS = {
     "no log-probs": "no prompt log-probs (null)",
     "other ids": "answered for other token ids",
     "rounded": "rounds log-probs",
-    "one in 7 fails": "refused with HTTP 500: dropped by the proxy",
+    "one in 5 fails": "refused with HTTP 500: dropped by the proxy",
     "stale": "answered for other token ids",
     "prefix cache": "prefix caching is on",
     "cached tokens": "16 tokens came from a prefix cache",
@@ -346,7 +346,7 @@ def test_another_run_in_the_same_folder_is_refused(
 def test_failures_stay_in_the_evidence_of_a_resumed_run(
     fake: Start, texts: Path, tmp_path: Path
 ) -> None:
-    stock, fused = fake(route="stock"), fake(route="fused", fault="one in 7 fails")
+    stock, fused = fake(route="stock"), fake(route="fused", fault="one in 5 fails")
     first = go(stock, fused, texts, tmp_path / "out")
     assert first.verdict == "INVALID"
     again = go(stock, fused, texts, tmp_path / "out")

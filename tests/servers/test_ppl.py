@@ -122,7 +122,7 @@ def proxy(url: str, fault: str) -> Any:
         ("-9999.0", "INVALID", "a sentinel"),
         ("NaN", "INVALID", "NaN or infinite"),
         ("null", "INVALID", "null in row 60"),
-        ("one in 7 fails", "INVALID", "refused with HTTP 500"),
+        ("one in 5 fails", "INVALID", "refused with HTTP 500"),
         ("other ids", "INVALID", "answered for other token ids"),
         ("prefix cache", "INVALID", "prefix caching is on"),
         ("bias", "DIFFERENT", "lies outside"),

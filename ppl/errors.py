@@ -23,7 +23,11 @@ class Stale(PplError):
 
 
 class Unreachable(PplError):
-    """A server that can't be reached, or broke off, after every retry."""
+    """A server that can't be reached, or broke off, after every retry; ``url`` is its address."""
+
+    def __init__(self, url: str, path: str, why: str) -> None:
+        super().__init__(f"{url}{path}: no answer ({why})")
+        self.url = url
 
 
 class BadAnswer(PplError):

@@ -83,7 +83,7 @@ class Instance(_Frozen):
 
 
 class Failure(_Frozen):
-    """A request whose answer must not be scored."""
+    """A request whose answer must not be scored; ``repeat`` is 0 in a burst."""
 
     text: str
     arm: Arm

@@ -71,7 +71,7 @@ def compare_stored(
     folders : one or more; together they hold both arms.
     claim : stated before looking.
     margin : in nats; ``verdict.default_margin`` where it is None.
-    partial : also judge folders without results, of a run that found something amiss at once.
+    partial : also judge folders without results, as a run's own is where something was amiss.
 
     Raises
     ------
@@ -80,8 +80,10 @@ def compare_stored(
     """
     if margin is not None and not 0 < margin < math.inf:
         raise PplError(f"margin {margin}: expected a positive number of nats")
-    runs = [f for folder in folders if (f := facts.read(folder)) is not None]
-    found = stored(folders) if partial else gather(folders)
+    known = {folder: facts.read(folder) for folder in folders}
+    runs = [run for run in known.values() if run is not None]
+    held = [f for f in folders if any(Store(f).records()) or not (partial or known[f] is not None)]
+    found = gather(held)
     records = [r for _, r in found.values()]
     made = judge(
         records,

@@ -35,7 +35,6 @@ class Options:
     model : folder or name; None: the small model.
     arguments : vLLM's own, for both servers; of servers that are there, what the user states.
     route : of the fused arm.
-    stock_route : of the stock arm: ``stock``, but for the suite's own tests of itself.
     tp, dcp, workspace : as of ``bytegate serve``.
     one_at_a_time : launch the arms one after the other.
     texts : specifications as of ``texts.sources``; empty: the built-in ten.
@@ -53,7 +52,6 @@ class Options:
     model: str | None = None
     arguments: tuple[str, ...] = ()
     route: str = "fused"
-    stock_route: str = "stock"
     tp: int = 2
     dcp: int = 2
     workspace: int | None = None

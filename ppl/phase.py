@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ppl import burst, client, options, preflight, scoring, validity
-from ppl.client import Method
+from ppl import burst, options, preflight, ready, scoring, validity
 from ppl.errors import BadAnswer, PplError, Unreachable
-from ppl.facts import Arm, Instance, ServerFacts
+from ppl.facts import Arm, Instance
 from ppl.inputs import Input
+from ppl.observe import Snapshot
 from ppl.order import Phase, Step
 from ppl.plan import Configuration, request
 from ppl.preflight import Checked
 from ppl.scoring import Restarted
-from ppl.servers import Launched, Server, identity, same_process
+from ppl.servers import Launched, Server, identity
 
 if TYPE_CHECKING:
     from ppl.runner import Session
@@ -45,47 +44,57 @@ class Work:
     def prepare(self) -> None:
         """Look at the servers, cut the texts to them, and warm them up.
 
+        A server of our own that dies meanwhile is replaced, and all is done again.
+
         Raises
         ------
-        Stop : something is amiss.
+        Stop : something is amiss, or a server that isn't ours doesn't answer.
 
         """
+        while True:
+            try:
+                self._prepare()
+            except Unreachable as e:
+                server = next(x for x in self.session.servers.values() if x.endpoint.url == e.url)
+                if server.process is None:
+                    why = f"the {server.arm} server doesn't answer: {e}"
+                    raise Stop(why, [why]) from None
+                self._replace(server, f"while it was made ready: {e}")
+            else:
+                return
+
+    def _prepare(self) -> None:
         s = self.session
-        for arm in list(s.servers):
-            self._guarded(arm, self._inspect)
+        for server in s.servers.values():
+            self._inspect(server)
         self._compare()
         if s.options.attached:
             for server in s.servers.values():
-                self._recognise(server)
+                ready.recognise(s, server)
             self.phase = Phase({x.arm: x.instance.launch for x in s.servers.values()})
         if not s.items:
             first = next(iter(s.servers.values()))
             assert first.checked is not None
-            s.cut(self._configuration(first.checked))
+            made = self._configuration(first.checked)
+            if s.options.attached and made.workspace_rows is None:
+                ready.wake(first, made)
+                made = self._configuration(first.checked, first.snapshot)
+            s.cut(made)
         for server in s.servers.values():
             self._note_instance(server)
         if s.method is None:
-            s.method = self._method()
+            s.method = ready.method(s)
             s.note(method=s.method)
-        for arm in list(s.servers):
-            self._guarded(arm, self._warm)
+        for server in s.servers.values():
+            self._warm(server)
 
-    def _guarded(self, arm: Arm, step: Callable[[Server], None]) -> None:
-        """Take a step of the preparation; a server of our own that dies under it is replaced."""
-        server = self.session.servers[arm]
-        try:
-            step(server)
-        except Unreachable as e:
-            if self.session.options.attached:
-                raise Stop(str(e), [f"the {arm} server doesn't answer: {e}"]) from None
-            self.gone(server, f"while it was made ready: {e}")
-
-    def _configuration(self, checked: Checked) -> Configuration:
+    def _configuration(self, checked: Checked, now: Snapshot | None = None) -> Configuration:
+        """Return what the plan is made from; a snapshot from after a request knows more."""
         s = self.session
         workspace = s.source.workspace if isinstance(s.source, Launched) else s.options.workspace
         made = preflight.configuration(checked.facts, workspace)
         if workspace is None and s.options.attached:
-            rows = checked.facts.facts.get("workspace_rows")
+            rows = (now or checked.snapshot).facts.get("workspace_rows")
             if isinstance(rows, int) and made.ranks > 1:
                 # It was allocated as rows + rows / D; a server that has never prefilled tells none.
                 made = made.model_copy(
@@ -106,11 +115,11 @@ class Work:
         server.checked, server.snapshot = checked, checked.snapshot
         known = next((f for f in s.facts.servers if f.arm == server.arm), None)
         if known is not None:
-            changed = _changed(known, checked.facts)
-            if changed:
+            unlike = ready.changed(known, checked.facts)
+            if unlike:
                 raise Stop(
                     f"{server.arm}: the server's configuration changed",
-                    [f"{server.arm}: restarted half-way with another configuration: {changed}"],
+                    [f"{server.arm}: restarted half-way with another configuration: {unlike}"],
                 )
         s.checked[server.arm] = checked
         servers = [f for f in s.facts.servers if f.arm != server.arm]
@@ -129,43 +138,6 @@ class Work:
             s.note(servers=[])
             raise Stop(f"preflight: {amiss[0]}", amiss)
 
-    def _recognise(self, server: Server) -> None:
-        """Find out which launch a server that is there belongs to."""
-        s = self.session
-        assert server.snapshot is not None
-        mine = [i for i in s.facts.instances if i.arm == server.arm]
-        if not mine:
-            server.instance = Instance(arm=server.arm, launch=1, number=1, why="found")
-            return
-        last = max(mine, key=lambda i: (i.launch, i.number))
-        known = dict(last.identity)
-        seen = [
-            int(str(r.response["finished"]))
-            for r in s.store.records()
-            if r.arm == server.arm
-            and r.launch == last.launch
-            and r.response.get("instance") == last.number
-            and r.response.get("finished") is not None
-        ]
-        known["finished"] = max([int(known.get("finished") or 0), *seen])
-        if same_process(known, server.snapshot):
-            server.instance = last
-            return
-        names = [t.text for t in s.facts.texts]
-        steps = Phase({server.arm: last.launch}).steps(names, s.options.repeats)
-        stored = {(r.key.text, *r.run) for r in s.store.records()}
-        if set(steps) <= stored and last.launch < s.options.launches:
-            server.instance = Instance(
-                arm=server.arm, launch=last.launch + 1, number=1, why="found launched again"
-            )
-        else:
-            server.instance = Instance(
-                arm=server.arm,
-                launch=last.launch,
-                number=last.number + 1,
-                why="found launched again in the middle",
-            )
-
     def _note_instance(self, server: Server) -> None:
         assert server.snapshot is not None
         instance = server.instance.model_copy(update={"identity": identity(server.snapshot)})
@@ -173,35 +145,6 @@ class Work:
         self.session.add_instance(instance)
 
     # -- method and warm-up -----------------------------------------------------------
-
-    def _method(self) -> Method:
-        """Use the smaller form where every server has it and gives the same bits."""
-        s = self.session
-        ids = s.items[0].ids[::-1]
-        open_ = list(s.facts.not_covered)
-        for server in s.servers.values():
-            assert server.checked is not None
-            model = server.checked.model
-            try:
-                small = client.score(server.endpoint, model, ids, "prompt_logprob_token_ids")
-                large = client.score(server.endpoint, model, ids, "prompt_logprobs")
-            except BadAnswer as e:
-                s.note(
-                    not_covered=[
-                        *open_,
-                        f"prompt_logprob_token_ids against prompt_logprobs: {server.arm}: {e}",
-                    ]
-                )
-                return "prompt_logprobs"
-            except Unreachable:
-                # Whoever asks next notices, and knows what to do.
-                return "prompt_logprobs"
-            if small.values.tobytes() != large.values.tobytes():
-                unlike = "prompt_logprob_token_ids isn't equal bit for bit to prompt_logprobs"
-                s.note(warnings=[*s.facts.warnings, f"{server.arm}: {unlike}, and isn't used"])
-                return "prompt_logprobs"
-            scoring.settle(server)
-        return "prompt_logprob_token_ids"
 
     def _warm(self, server: Server) -> None:
         """Send one request whose result is discarded, and see that its counters are as planned."""
@@ -258,8 +201,10 @@ class Work:
                 self.one(step, items[text])
         s.flush()
         if s.options.burst:
-            for arm in self.phase.launches:
-                while arm not in self.down and not burst.score(s, arm, self.phase.launches[arm]):
+            for arm, launch in self.phase.launches.items():
+                if any(f.arm == arm and not f.repeat for f in s.facts.failures):
+                    continue
+                while arm not in self.down and not burst.score(s, arm, launch):
                     self.gone(s.servers[arm], "in a burst of all texts")
         if self.down:
             self._stopped()
@@ -316,9 +261,23 @@ class Work:
             self.down[server.arm] = why
             s.pace.say(f"{server.arm} is down, {why}")
             return
+        fresh = self._replace(server, why)
+        while True:
+            try:
+                self._ready(fresh)
+            except Unreachable as e:
+                fresh = self._replace(fresh, f"while it was made ready: {e}")
+            else:
+                return
+
+    def _replace(self, server: Server, why: str) -> Server:
+        """Start a server of our own in the place of one that died."""
+        s = self.session
+        assert isinstance(s.source, Launched)
         code = server.process.code() if server.process is not None else None
         what = f"ended with {code}" if code is not None else "stopped answering"
-        s.pace.say(f"{server.arm} {what} {why.partition(':')[0]}: starting it again")
+        when = why.partition(":")[0]
+        s.pace.say(f"{server.arm} {what} {when}: starting it again")
         server.stop()
         s.add_instance(server.instance.model_copy(update={"stopped": True}))
         self.died[server.arm] = self.died.get(server.arm, 0) + 1
@@ -329,13 +288,14 @@ class Work:
             arm=server.arm,
             launch=server.instance.launch,
             number=server.instance.number + 1,
-            why=f"the one before {what} {why.partition(':')[0]}",
+            why=f"the one before {what} {when}",
         )
         try:
             s.servers[server.arm] = s.source.get((server.arm,), lambda _: fresh)[server.arm]
         except PplError as e:
             raise Stop(str(e), [f"{server.arm}: it didn't come back: {e}"]) from None
-        self._ready(s.servers[server.arm])
+        s.add_instance(s.servers[server.arm].instance)
+        return s.servers[server.arm]
 
     def _again(self, server: Server, why: str) -> None:
         """Look anew at a server that was started again; its configuration may be another."""
@@ -348,16 +308,16 @@ class Work:
             number=server.instance.number + 1,
             why=f"started again, {why}",
         )
-        self._ready(server)
-
-    def _ready(self, server: Server) -> None:
         try:
-            self._inspect(server)
-            self._compare()
-            self._note_instance(server)
-            self._warm(server)
+            self._ready(server)
         except Unreachable as e:
             self.gone(server, f"after a restart: {e}")
+
+    def _ready(self, server: Server) -> None:
+        self._inspect(server)
+        self._compare()
+        self._note_instance(server)
+        self._warm(server)
 
     def _stopped(self) -> None:
         """Say how to go on."""
@@ -373,17 +333,3 @@ class Work:
             "again and run the same command, which asks only for what is missing",
             reasons,
         )
-
-
-def _changed(known: ServerFacts, now: ServerFacts) -> str:
-    """Say in what a server isn't the one that was there; empty where it is."""
-    found = [
-        f"{name} was {known.settings.get(name)} and is {now.settings.get(name)}"
-        for name in sorted(set(known.settings) | set(now.settings))
-        if known.settings.get(name) != now.settings.get(name)
-    ]
-    for name in ("model", "route", "versions", "channel", "switches", "settings_sha256"):
-        before, after = getattr(known, name), getattr(now, name)
-        if before != after and not (found and name == "settings_sha256"):
-            found.append(f"{name} was {before} and is {after}")
-    return "; ".join(found[:3])

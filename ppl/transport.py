@@ -17,6 +17,7 @@ FIRST_WAIT_S, MOST_WAIT_S = 0.2, 5.0
 CONNECT_S = 10.0
 AGAIN = frozenset({429, 502, 503, 504})
 """Codes by which something between client and engine says that the request didn't get through."""
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 OK = 200
 WORDS = 200
 """Characters of a server's own message that are repeated."""
@@ -66,7 +67,7 @@ class Endpoint:
                 headers=headers,
                 timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S),
                 # A proxy of the environment's is for the network outside.
-                trust_env=False,
+                trust_env=httpx2.URL(url).host not in LOOPBACK,
             )
         except (httpx2.InvalidURL, ValueError) as e:
             raise BadAnswer(f"{self.url}: expected http://HOST:PORT ({e})") from None
@@ -110,7 +111,7 @@ class Endpoint:
                     return self._once(method, path, body)
         except (httpx2.HTTPError, httpx2.InvalidURL, _Again) as e:
             words = f"{type(e).__name__.strip('_')}: {e}"[:WORDS]
-            raise Unreachable(f"{self.url}{path}: no answer ({words})") from None
+            raise Unreachable(self.url, path, words) from None
         raise AssertionError
 
     def _mendable(self, error: Exception) -> bool:

@@ -25,6 +25,8 @@ LAUNCH_LEVEL = 1e-4
 Two launches an arm leave two degrees of freedom, so a difference must exceed the margin by 100 of
 its standard errors between launches: short of that, launch the servers more often."""
 
+APART = "launches of one route agree with each other, the routes don't"
+
 _EXIT: dict[str, tuple[ExitCode, ExitCode]] = {
     "INVALID": (ExitCode.INVALID, ExitCode.INVALID),
     "IDENTICAL": (ExitCode.PASS, ExitCode.PASS),
@@ -97,27 +99,33 @@ def _by_interval(
     interval = f"the 90 % interval [{test.low:.3g}, {test.high:.3g}] nats"
     margin = test.margin
     if test.low > margin or test.high < -margin:
-        beyond = min(abs(test.low), abs(test.high)) - margin
-        explained = 0.0
-        if launches is not None and launches[0] > 0:
-            explained = float(stats.t.isf(LAUNCH_LEVEL / 2, launches[1])) * launches[0]
-        if beyond <= explained:
-            why = (
-                f"{interval} lies outside +-{margin:.3g}, but by less than launches alone can "
-                f"explain ({beyond:.3g} of {explained:.3g} nats): launch both servers more often"
-            )
-            return "INCONCLUSIVE", why
-        return "DIFFERENT", f"{interval} lies outside +-{margin:.3g}"
+        return _outside(test, launches, interval)
     if not (-margin < test.low and test.high < margin):
-        return "INCONCLUSIVE", f"{interval} crosses +-{margin:.3g}: score more texts"
+        why = f"{interval} crosses +-{margin:.3g}: score more texts"
+        apart = noise is not None and noise.distinguishable
+        return "INCONCLUSIVE", why, *((f"not identical: {APART}",) if apart else ())
     inside = f"{interval} lies inside +-{margin:.3g}"
     if noise is None:
         why = "neither noise nor identity can be claimed without a relaunch"
         return ("EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"), inside, why
     if noise.distinguishable:
-        return "EQUIVALENT", inside, "launches of one route agree with each other, the routes don't"
+        return "EQUIVALENT", inside, APART
     return (
         "WITHIN_NOISE",
         inside,
         f"A/B isn't told apart from A/A between launches, p {noise.p:.2g}",
     )
+
+
+def _outside(
+    test: Tost, launches: tuple[float, int] | None, interval: str
+) -> tuple[Word, *tuple[str, ...]]:
+    why = f"{interval} lies outside +-{test.margin:.3g}"
+    if launches is None:
+        return "DIFFERENT", why, "no server was launched again: what launches do is unknown"
+    beyond = min(abs(test.low), abs(test.high)) - test.margin
+    explained = float(stats.t.isf(LAUNCH_LEVEL / 2, launches[1])) * launches[0]
+    if launches[0] > 0 and beyond <= explained:
+        less = f"by less than launches alone can explain ({beyond:.3g} of {explained:.3g} nats)"
+        return "INCONCLUSIVE", f"{why}, but {less}: launch both servers more often"
+    return "DIFFERENT", why

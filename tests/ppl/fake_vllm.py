@@ -64,6 +64,7 @@ class Options:
     die_at: int = 0
     extra_calls: int = 0
     log: bool = False
+    tokenizer: int = -1
     restart_at: int = 0
     restart_seed: int = 0
 
@@ -156,6 +157,7 @@ class Fake:
                 "world": RANKS,
                 "dcp": RANKS,
                 "gather": "fake",
+                "workspace_rows": o.workspace + o.workspace // RANKS if self.finished else None,
                 "vllm": o.version,
             }
             for rank in range(RANKS)
@@ -286,6 +288,9 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:  # noqa: C901 - a serve
                         "usage": {"prompt_tokens": len(ids)},
                     }
                 )
+            elif self.path == "/tokenize" and o.tokenizer >= 0:
+                words = body["prompt"].encode()
+                self.answer({"tokens": [b + o.tokenizer for b in words]})
             elif self.path == "/inference/v1/generate":
                 self.refuse(403, "Scale-out endpoints are disabled")
             else:

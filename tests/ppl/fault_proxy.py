@@ -123,6 +123,11 @@ def _cached_tokens(
     return json.dumps(body).encode(), code
 
 
+def _no_dev_mode(_: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> tuple[bytes, int]:
+    closed = path.startswith(("/server_info", "/collective_rpc"))
+    return (b'{"detail": "Not Found"}', 404) if closed else (answer, code)
+
+
 def _busy_once(
     proxy: Proxy, path: str, _asked: bytes, answer: bytes, code: int
 ) -> tuple[bytes, int]:
@@ -145,11 +150,12 @@ FAULTS: dict[str, Change] = {
     "other ids": _edit(_other_ids),
     "rounded": _edit(_round),
     "bias": _edit(_small_bias),
-    "one in 7 fails": _one_in(7),
+    "one in 5 fails": _one_in(5),
     "stale": _stale,
     "prefix cache": _prefix_cache,
     "cached tokens": _cached_tokens,
     "busy once": _busy_once,
+    "no dev mode": _no_dev_mode,
 }
 
 

@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
     from equiv.command import run_app
     from kvroute import serve
     from kvroute.process import free_port
-    from ppl import options, runner
+    from ppl import options, runner, servers
     from ppl.cli import ppl_app
 
     facts: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
@@ -34,6 +34,7 @@ def main(words: list[str]) -> int:
         return serve.Launch(command, dict(environ), f"http://127.0.0.1:{port}")
 
     serve.plan = plan
+    servers.has_vllm = lambda: True
     serve.detect_device = lambda: "cpu"
     options.default_model = lambda: HERE
     runner.model_identity = lambda _: "fake"

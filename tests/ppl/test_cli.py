@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from equiv.command import run_app
 from ppl import bench, evidence
+from ppl.cli import ppl_app
 from ppl.errors import PplError
 from ppl.simulate import RUNS, base
 from ppl.store import Key, Observed, Store
@@ -88,14 +90,35 @@ def test_a_difference_exits_1_and_a_wide_margin_passes(tmp_path: Path) -> None:
         (("compare", ".", "--claim", "alike"), "claim 'alike': expected identical or equivalent"),
         (("compare", ".", "--margin", "-1"), "margin -1.0: expected a positive number of nats"),
         (("compare",), "Missing argument"),
+        (("run", "--stock", "http://a:1"), "--stock and --fused belong together"),
+        (("--stock", "a", "--fused", "http://b:1"), "--stock a: expected http://HOST:PORT"),
+        (("--stock", "http://a:1", "--fused", "http://a:1/"), "are the same address, http://a:1"),
+        (
+            ("--stock", "http://u:pass@a:1", "--fused", "http://u:pass@a:1"),
+            "are the same address, http://a:1",
+        ),
+        (
+            ("--stock", "http://a:1", "--fused", "http://b:1", "--model", "m"),
+            "--model launches servers",
+        ),
+        (("--claim", "alike"), "claim 'alike'"),
+        (("--margin", "0"), "margin 0.0: expected a positive"),
+        (("--tokens", "many"), "--tokens many: expected LEAST-MOST"),
+        (("--tokens", "9-3"), "--tokens 9-3: expected LEAST-MOST"),
+        (("--launches", "0"), "expected at least 1"),
+        (("--api-key-env", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE: this variable isn't set"),
+        (("--texts", "no-such-text", "--stock", "http://a:1", "--fused", "http://b:1"), "expected"),
+        (("--no-such-option",), "--no-such-option"),
         (("compare", ".", "--margin", "wide"), "--margin"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_2(words: tuple[str, ...], says: str) -> None:
-    done = run(*words)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_bad_usage_is_one_line_and_exit_2(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(ppl_app, list(words), "bytegate ppl") == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
 
 
 def test_folders_that_overlap(tmp_path: Path) -> None:

@@ -193,9 +193,26 @@ def test_a_server_killed_at_a_random_moment(seed: int, texts: Path, tmp_path: Pa
     assert killed >= 1
     assert again
     assert all("ended with -9" in i.why or "stopped answering" in i.why for i in again)
-    assert any("server processes" in w for w in made.warnings)
+    # A process that died before it scored anything is no part of its launch.
+    used = {(r.arm, r.launch, r.response["instance"]) for r in Store(out).records()}
+    assert any("server processes" in w for w in made.warnings) == (len(used) > 4)
     assert len(stored(out)) == RESULTS
     assert no_server_is_left(out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_says_so(number: signal.Signals, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with start(texts, out, delay_s=0.3) as run:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and (not out.exists() or not stored(out)):
+            time.sleep(0.05)
+        run.send_signal(number)
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "stopped: what was scored is stored" in said
+    assert no_server_is_left(out)
+    assert finish(texts, out).verdict == "IDENTICAL"
 
 
 def fake_process(**facts_: Any) -> tuple[subprocess.Popen[str], str]:

@@ -90,7 +90,7 @@ class _Child:
         self.cases = 0
         # CUDA doesn't survive a fork; elsewhere a fork saves the import of vLLM and keeps patches.
         self.forked = not _cuda_in_use()
-        context = multiprocessing.get_context("fork" if self.forked else "spawn")
+        context: Any = multiprocessing.get_context("fork" if self.forked else "spawn")
         self.end, theirs = context.Pipe()
         sent = options if self.forked else dataclasses.replace(options, pack=_nothing)
         self.process: Any = context.Process(target=_work, args=(theirs, sent, self.forked))
@@ -193,7 +193,7 @@ class _Child:
 def _cuda_in_use() -> bool:
     import torch
 
-    return torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
 
 
 def _nothing(*_: Any) -> Any:

@@ -121,7 +121,8 @@ class Attention(nn.Module):
         k_pe = rotate(k_pe, cos, sin)[:, None].expand(-1, heads, -1, -1)
         q = torch.cat((q_nope, rotate(q_pe, cos, sin)), -1)
         out = attend(q, torch.cat((k_nope, k_pe), -1), v)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+        out: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

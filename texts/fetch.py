@@ -80,7 +80,15 @@ def _cached(archive: Archive, text: Text) -> bool:
     return whole
 
 
-def _fetch_archive(manifest: Manifest, archive: Archive, report: download.Report) -> None:
+def obtain(archive: Archive, report: download.Report) -> Path:
+    """Return an archive's path in the cache, checked, after fetching it where it isn't there.
+
+    Raises
+    ------
+    TextError : it can't be had.
+    DigestError : it isn't the one that the manifest names.
+
+    """
     path = cache.archive_path(archive)
     if path.exists():
         found = download.file_sha256(path)
@@ -90,6 +98,11 @@ def _fetch_archive(manifest: Manifest, archive: Archive, report: download.Report
             )
     else:
         _download(archive, path, report)
+    return path
+
+
+def _fetch_archive(manifest: Manifest, archive: Archive, report: download.Report) -> None:
+    path = obtain(archive, report)
     for text in manifest.text:
         if text.archive == archive.id:
             _extract(archive, text, path)

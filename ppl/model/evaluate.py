@@ -34,8 +34,6 @@ MOST_RATIO = 1.15
 """What a window may cost against the median of its text's windows."""
 BUDGET = 512
 """Tokens of a chunk, as in ``kvroute.serve``'s CPU servers."""
-CONTEXT = 8192
-"""Bytes over which a context's weight is measured: about what those servers take."""
 STRIDE = 64
 """Bytes between two windows, where all of them are looked at rather than those side by side."""
 SEED = 7
@@ -94,7 +92,7 @@ def moved(
     *,
     budget: int = BUDGET,
     other: npt.NDArray[np.uint8] | None = None,
-    at_most: int = 4,
+    at_most: int = 8,
 ) -> float:
     """Return how many nats a byte the exposed bytes lose when their context is another one.
 
@@ -119,7 +117,7 @@ def evaluate(
     texts: Mapping[str, npt.NDArray[np.uint8]],
     *,
     only: Sequence[str] = (),
-    context: int = CONTEXT,
+    context: int = MOST,
     fresh: Sequence[str] = (),
     long: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -186,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
-        "--context", type=int, default=CONTEXT, metavar="BYTES", help="0: don't measure its weight"
+        "--context", type=int, default=MOST, metavar="BYTES", help="0: don't measure its weight"
     )
     parser.add_argument("--fresh", action="append", default=[], metavar="TEXT", help="see afresh()")
     parser.add_argument("--long", action="append", default=[], metavar="TEXT", help="score it all")

@@ -121,8 +121,8 @@ class Attention(nn.Module):
         k_pe = rotate(k_pe, cos, sin)[:, None].expand(-1, heads, -1, -1)
         q = torch.cat((q_nope, rotate(q_pe, cos, sin)), -1)
         out = attend(q, torch.cat((k_nope, k_pe), -1), v)
-        out: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
-        return out
+        added: Tensor = self.o_proj(out.transpose(1, 2).flatten(-2))
+        return added
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Train the small model: ``python -m ppl.model.train --corpus FOLDER --out FOLDER``.
 
-Windows of the corpus are drawn at random, sources by their weights. The stage ``main`` begins anew:
-short windows first, then ones as long as the texts that are scored. The stage ``layout`` continues
-from a model (``--start``) for a moment, on plays in a second layout among everything else.
+Windows of the corpus are drawn at random, sources by their weights.
+The stage ``main`` begins anew: short windows first, then ones as long as the texts that are scored.
+The stage ``finish`` continues from a model (``--start``), with plays in a second layout among the
+rest, and with windows that begin where documents do.
 
 Everything that is drawn follows from the seed; kernels on a GPU may still add in another order, so
 two runs agree closely and not bit for bit.
@@ -49,11 +50,12 @@ SAY_S = 5.0
 
 @dataclass(frozen=True)
 class Phase:
-    """``steps`` steps of ``windows`` windows of ``tokens`` tokens."""
+    """``steps`` steps of ``windows`` windows of ``tokens`` tokens, anywhere or at beginnings."""
 
     tokens: int
     windows: int
     steps: int
+    beginnings: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,17 @@ STAGES = {
         muon=True,
         weights={"plays-tabs": 0.0},
     ),
-    "layout": Stage((Phase(1024, 4, 60),), rate=5e-4, muon=False, weights={"plays-tabs": 8.0}),
+    "finish": Stage(
+        (
+            Phase(2048, 64, 250),
+            Phase(2048, 64, 150, beginnings=True),
+            Phase(40_960, 4, 80, beginnings=True),
+            Phase(40_960, 4, 70),
+        ),
+        rate=3e-3,
+        muon=True,
+        weights={"plays-tabs": 1.5},
+    ),
 }
 
 
@@ -105,14 +117,23 @@ class Corpus:
         tokens = np.concatenate(parts).astype(np.int16)
         tokens[tokens == BYTES - 1] = END
         self.tokens = torch.from_numpy(tokens).to(device)
+        self.documents = [
+            np.concatenate([[0], np.flatnonzero(p[:-1] == BYTES - 1) + 1]) for p in parts
+        ]
 
-    def windows(self, rng: np.random.Generator, count: int, tokens: int) -> Tensor:
+    def windows(
+        self, rng: np.random.Generator, count: int, tokens: int, *, beginnings: bool = False
+    ) -> Tensor:
         """Draw ``count`` windows of ``tokens + 1`` tokens, int64, each within one source."""
         room = np.maximum(self.kept - tokens, 0)
         share = np.where(room > 0, self.weights * self.kept, 0.0)
         source = rng.choice(len(share), count, p=share / share.sum())
-        at = self.starts[source] + (rng.random(count) * room[source]).astype(np.int64)
-        return self._cut(at, tokens)
+        where = rng.random(count)
+        if not beginnings:
+            return self._cut(self.starts[source] + (where * room[source]).astype(np.int64), tokens)
+        fitting = [d[d <= r] for d, r in zip(self.documents, room, strict=True)]
+        chosen = [fitting[i][int(w * len(fitting[i]))] for i, w in zip(source, where, strict=True)]
+        return self._cut(self.starts[source] + np.array(chosen), tokens)
 
     def held_out(self, tokens: int) -> dict[str, Tensor]:
         """Return some of what isn't trained on, in whole windows, by source."""
@@ -183,7 +204,7 @@ def train(
             for stepper in steppers:
                 for group in stepper.param_groups:
                     group["lr"] = stage.rate * rate(seen / whole)
-            windows = corpus.windows(rng, phase.windows, phase.tokens)
+            windows = corpus.windows(rng, phase.windows, phase.tokens, beginnings=phase.beginnings)
             with precision():
                 loss = loss_of(forward, windows)
             loss.backward()
@@ -233,8 +254,8 @@ def _say(begun: float, line: str) -> None:
 
 
 def _phase(text: str) -> Phase:
-    tokens, windows, steps = (int(x) for x in text.split("x"))
-    return Phase(tokens, windows, steps)
+    tokens, windows, steps = (int(x) for x in text.removesuffix("b").split("x"))
+    return Phase(tokens, windows, steps, beginnings=text.endswith("b"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,8 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--phase",
         type=_phase,
         action="append",
-        metavar="TOKENSxWINDOWSxSTEPS",
-        help="one phase; may be given several times; default: those of the stage",
+        metavar="TOKENSxWINDOWSxSTEPS[b]",
+        help="one phase, b: at beginnings; may be given several times; default: those of the stage",
     )
     options = parser.parse_args(arguments)
     torch.set_float32_matmul_precision("high")

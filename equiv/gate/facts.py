@@ -248,29 +248,7 @@ def _plain(command: str) -> str:
 def perf_lines(found: Collected) -> Iterator[str]:
     """Yield what a speed measurement says of itself; it is shown, and never decides."""
     for p in found.perf:
-        made = p.made
-        for cell in made.tail.cells if made.tail else ():
-            point = ", ".join(f"{k}={v}" for k, v in cell.point.items())
-            for arm in cell.arms:
-                if arm.identical is not None and not arm.name.startswith("stock"):
-                    yield f"tail, {point}: {_tail(arm)}"
-        for m in made.serving.metrics if made.serving else ():
-            change = "no figure" if m.change is None else f"{100 * m.change:+.1f} %"
-            noise = "" if m.noise is None else f", two stock runs differ by {100 * m.noise:.1f} %"
-            yield f"serving, {m.name}: {change}{noise}{f' ({m.why_not})' if m.why_not else ''}"
-        if not made.tail and not made.serving:
-            yield f"{made.verdict}: {'; '.join(made.not_covered) or 'nothing was measured'}"
-
-
-def _tail(arm: Any) -> str:
-    """Say how long one arm of a tail takes beside stock, where the noise lets that be told."""
-    share = f"{100 * arm.share_of_copy.median:.0f} % of a copy's bandwidth"
-    if not arm.resolved:
-        return f"{arm.name} isn't told from stock run twice; {share}"
-    r = arm.time_to_stock
-    return (
-        f"{arm.name} takes {r.median:.2f} of stock's time ({r.least:.2f} to {r.most:.2f}); {share}"
-    )
+        yield from p.made.summary or [f"{p.made.verdict}; see {p.name}"]
 
 
 def first(items: Sequence[str], most: int) -> list[str]:

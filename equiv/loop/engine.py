@@ -9,7 +9,6 @@ them byte for byte. All ranks must see the same tokens.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +36,11 @@ MAX_LENGTH = 1024
 BATCHES = {"dev": 4, "gate": 24, "nightly": 200}
 """Batches of up to 6 requests, by profile."""
 TIMEOUT_S = 240.0
+PEERS_S = 10.0
+"""How long the others may live once a rank has died."""
+GROUP = "BYTEGATE_ENGINE_GROUP"
+"""Variable that tells ranks the name of their group."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
 
 
 def prompts(seed: int, vocabulary: int) -> tuple[list[list[int]], list[int]]:
@@ -54,6 +59,7 @@ def serve_rank(batches: int, seed: int, result: Path) -> None:
     from kvroute import model
     from kvroute.tally import TALLY
 
+    _name_shared_memory(os.environ[GROUP])
     engine = LLM(
         str(model.make(model.default_folder())),
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
@@ -87,6 +93,20 @@ def serve_rank(batches: int, seed: int, result: Path) -> None:
     result.write_text(json.dumps(found), encoding="utf-8")
 
 
+def _name_shared_memory(group: str) -> None:
+    """Give vLLM's shared memory a name of this group's own.
+
+    vLLM takes it from the address that ranks meet at. With ``external_launcher`` that is the same
+    for every engine on the machine, and what a killed one left behind makes all later ones fail.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    plain = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(
+        lambda one: f"{group}{plain(one)}".replace("/", "")  # a name may hold none
+    )
+
+
 def launch(
     batches: int, seed: int, route: str, *, ranks: int = 2, patches: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
@@ -102,8 +122,10 @@ def launch(
     from kvroute.process import free_port
     from kvroute.serve import CPU_ENVIRONMENT
 
+    group = f"bytegate-{uuid.uuid4().hex[:12]}"
     with tempfile.TemporaryDirectory() as folder:
         shared = {
+            GROUP: group,
             **CPU_ENVIRONMENT,
             settings.ROUTE: route,
             settings.WORKSPACE: str(WORKSPACE),
@@ -131,22 +153,29 @@ def launch(
                 )
                 started.append((process, log))
             end = time.monotonic() + stretched(TIMEOUT_S)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                for process, _ in started:
-                    process.wait(max(1.0, end - time.monotonic()))
+            while any(process.poll() is None for process, _ in started):
+                now = time.monotonic()
+                if any(process.poll() for process, _ in started):
+                    end = min(end, now + PEERS_S)  # its peers wait for it in vain
+                if now > end:
+                    break
+                time.sleep(0.05)
         finally:  # also after Ctrl-C: a rank that waits for its peers would stay
             late = [process for process, _ in started if process.poll() is None]
             for process, sink in started:
                 process.kill()
                 process.wait()
                 sink.close()
-        if late:
-            raise RuntimeError(f"the ranks weren't done in {TIMEOUT_S:.0f} s, and were killed")
+            for left in SHARED_MEMORY.glob(f"*{group}*"):
+                left.unlink(missing_ok=True)
         for rank, (process, _) in enumerate(started):
-            if process.returncode != 0:
+            if process.returncode != 0 and process not in late:
                 text = Path(folder, f"{rank}.log").read_text(encoding="utf-8", errors="replace")
-                last = " | ".join(text.strip().splitlines()[-3:])
+                last = (text.strip().splitlines() or ["it printed nothing"])[-1]
                 raise RuntimeError(f"rank {rank} ended with {process.returncode}: {last}")
+        if late:
+            limit = stretched(TIMEOUT_S)
+            raise RuntimeError(f"the ranks weren't done in {limit:.0f} s, and were killed")
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 

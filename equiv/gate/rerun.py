@@ -33,8 +33,14 @@ ONE_BY_ONE = ("edges", "ragged", "fp8", "real", "strides")
 def rerun(piece: Piece, pick: random.Random, count: int, library: str | None) -> Iterator[Told]:
     """Run a random sample of a file's cases again."""
     if piece.layer == "kernel":
-        samples = [s for c in piece.made.candidates for x in c.lanes for s in x.samples]
-        yield from _kernel(piece, _some(samples, pick, count), library)
+        lanes = [x for c in piece.made.candidates for x in c.lanes]
+        yield from _sources(piece)
+        yield from _kernel(
+            piece, _some([s for x in lanes for s in x.samples], pick, count), library
+        )
+        yield from _findings(
+            piece, _some([f for x in lanes for f in x.findings], pick, count), library
+        )
     elif piece.layer == "loop":
         samples = [s for x in piece.made.lanes if x.lane in ONE_BY_ONE for s in x.samples]
         yield from _loop(piece, _some(samples, pick, count))
@@ -59,6 +65,8 @@ class Tally:
     passes: int = 0
     wrong: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+    """Candidates that can't be had here, so that stock ran alone."""
 
     def add(self, sample: Any, result: Any, *, outputs: bool, passes: bool) -> None:
         """Compare one result with what was recorded.
@@ -92,10 +100,13 @@ class Tally:
         if self.inputs and not self.wrong:
             yield "inputs of recorded cases", "holds", f"{self.inputs} of a random sample"
         if self.outputs and not self.wrong:
-            text = f"{self.outputs} of them; {self.passes} passed again"
-            yield "outputs of recorded cases", "holds", text
+            text = f"{self.outputs} of them; with its candidate {self.passes} passed again"
+            yield "stock's outputs in recorded cases", "holds", text
         if self.elsewhere:
-            yield "outputs of recorded cases", "not covered", self.elsewhere
+            yield "stock's outputs in recorded cases", "not covered", self.elsewhere
+        if self.absent:
+            text = f"{', '.join(sorted(self.absent))} can't be had here: stock ran alone"
+            yield "candidates of recorded cases", "not covered", text
         if self.left:
             text = f"{counted(len(self.left), 'case')} not compared: {self.left[0]}"
             yield "recorded cases", "not covered", text
@@ -155,8 +166,44 @@ def _kernel(piece: Piece, samples: list[Any], library: str | None) -> Iterator[T
         except BytegateError as e:
             tally.left.append(f"{s.case}: {e}")
             continue
+        if case is not None and not as_recorded:
+            tally.absent.add(case.candidate)
         tally.add(s, result, outputs=whole, passes=whole and as_recorded and not own_ledger)
     yield from tally.told()
+
+
+def _sources(piece: Piece) -> Iterator[Told]:
+    """Compare the sources of somebody's own kernels with what was recorded of them."""
+    from equiv.candidates import source_sha256
+
+    for c in piece.made.candidates:
+        here = source_sha256(c.name) if c.source_sha256 else ""
+        what = f"the source of {c.name}"
+        if here and here != c.source_sha256:
+            yield what, "differs", f"it is {here[:12]} here, and {c.source_sha256[:12]} is recorded"
+        elif here:
+            yield what, "holds", here[:12]
+        elif c.source_sha256:
+            yield what, "not covered", "it isn't here"
+
+
+def _findings(piece: Piece, rows: list[Any], library: str | None) -> Iterator[Told]:
+    """Run the cases of findings again: each must fail again, where its candidate can be had."""
+    device = _device_here(piece.made.device)
+    if not rows or device.partition(":")[0] != str(piece.made.device).partition(":")[0]:
+        return
+    failed = 0
+    for f in rows:
+        try:
+            result, as_recorded = _run(_case(f.case, device)[0], library)
+        except BytegateError:
+            continue
+        if as_recorded and result.status in PASSING:
+            yield "a finding", "differs", f"its case passes: {f.case}"
+        elif as_recorded:
+            failed += 1
+    if failed:
+        yield "findings", "holds", f"{failed} of {len(rows)} picked fail again"
 
 
 def _case(line: str, device: str) -> tuple[Case | None, bool]:

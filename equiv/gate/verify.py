@@ -111,7 +111,8 @@ def _stores(folders: Iterable[Path]) -> list[Path]:
 
 def _piece(piece: collect.Piece, options: Options, stores: Sequence[Path]) -> list[Check]:
     """Check the evidence of one layer, which was read and so is whole."""
-    whole = Check(f"{piece.name}: digest, schema, counts", "holds", piece.sha256[:12])
+    told = f"{piece.sha256[:12]}; it says {piece.made.verdict}"
+    whole = Check(f"{piece.name}: digest, schema, counts", "holds", told)
     if not piece.made.content_sha256:
         text = "it has none, of an older bytegate: what leaves it consistent can't be seen"
         whole = Check(f"{piece.name}: its digest of itself", "not covered", text)

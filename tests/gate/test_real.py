@@ -162,7 +162,7 @@ def test_a_recorded_batch_comes_out_again(tmp_path: Path) -> None:
     words = ("verify", str(file), "--cases", "3", "--seed", "1")
     done = bytegate(*words)
     assert done.code == 0, done.said
-    assert "3 of them; 3 passed again" in done.said
+    assert "3 of them; with its candidate 3 passed again" in done.said
 
     def other(made: dict[str, Any]) -> None:
         for x in made["lanes"][0]["samples"]:
@@ -193,7 +193,7 @@ def test_recorded_cases_come_out_again(recorded: Path) -> None:
     done = bytegate("verify", str(recorded), *VERIFY)
     assert done.code == 0, done.said
     assert "inputs of recorded cases" in done.said
-    assert "4 of them; 4 passed again" in done.said
+    assert "4 of them; with its candidate 4 passed again" in done.said
 
 
 @pytest.mark.parametrize("which", ["input_hash", "output_hash"])
@@ -233,7 +233,7 @@ def test_inputs_of_a_gpu_come_out_on_a_cpu() -> None:
     done = bytegate("verify", str(file), *VERIFY)
     assert done.code == 0, done.said
     assert "inputs of recorded cases" in done.said
-    assert "made on cuda, and this is" in done.said or "outputs of recorded cases" in done.said
+    assert "made on cuda, and this is" in done.said or "outputs in recorded cases" in done.said
 
 
 def test_a_planted_fault_is_found_again_on_its_smallest_case(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 import psutil
@@ -19,7 +21,6 @@ from kvroute.errors import RouteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
     from types import FrameType, TracebackType
 
 GRACE_S = 20.0
@@ -60,6 +61,16 @@ def session(leader: int) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             continue
     return found
+
+
+def _shared_memory(family: Sequence[psutil.Process]) -> set[Path]:
+    """Return the files that vLLM's CPU ranks share tensors by; it never removes them itself."""
+    found = set()
+    for process in family:
+        with contextlib.suppress(psutil.Error, OSError):
+            maps = process.memory_maps(grouped=True)
+            found |= {Path(m.path) for m in maps if m.path.startswith("/dev/shm/")}  # noqa: S108
+    return {path for path in found if path.name[:-1].endswith("cpushm_")}
 
 
 class ServerProcess:
@@ -129,6 +140,7 @@ class ServerProcess:
     def stop(self, grace_s: float = GRACE_S) -> int:
         """Stop the server; what it started and left behind is killed. Returns its exit code."""
         family = self._descendants()
+        shared = _shared_memory(family)
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -144,6 +156,8 @@ class ServerProcess:
                 continue
         psutil.wait_procs(alive, timeout=5)
         code = self._process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
         if self._sink is not None:
             self._sink.close()
         if self._scratch is not None:

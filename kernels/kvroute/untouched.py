@@ -265,7 +265,8 @@ def _live_impls() -> Iterator[Any]:
     mla = sys.modules.get(_MLA)
     base = getattr(mla, "MLACommonBaseImpl", None)
     if base is not None:
-        yield from (o for o in gc.get_objects() if isinstance(o, base))
+        # By type: asking a proxy whose object is gone for its class raises.
+        yield from (o for o in gc.get_objects() if issubclass(type(o), base))
 
 
 def _inspect_instance(impl: Any, report: Report) -> None:

@@ -141,3 +141,17 @@ def test_the_plugin_does_nothing_without_a_variable() -> None:
         env={"PATH": "", "PYTHONPATH": ":".join(p for p in sys.path if p)},
     )
     assert done.stdout.split() == ["False", "False", "False"]
+
+
+def test_a_proxy_of_something_gone_does_not_stop_the_proof() -> None:
+    import weakref
+
+    class Gone:
+        pass
+
+    gone = Gone()
+    proxy = weakref.proxy(gone)
+    kept = [proxy]
+    del gone
+    assert untouched.inspect_worker().untouched
+    assert len(kept) == 1

@@ -1,4 +1,4 @@
-"""What starts several engines one after the other is left to a nightly run, by name."""
+"""Nightly tests are skipped, by name, unless ``-m`` speaks of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "nightly" in config.option.markexpr:
         return
-    later = pytest.mark.skip(reason="nightly: starts engines one after the other (-m nightly)")
+    later = pytest.mark.skip(reason="nightly: more time than a pre-merge run has (-m nightly)")
     for item in items:
-        if item.get_closest_marker("nightly") and "loop" in item.path.parts:
+        if item.get_closest_marker("nightly"):
             item.add_marker(later)

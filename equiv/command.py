@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 import typer
 
-from equiv.errors import BytegateError, ExitCode
+from equiv.errors import BytegateError, ExitCode, UsageError
 
 CLICK_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 """``ClickException``, the root of bad usage: of click, or of the copy that newer typer carries."""
 
 INTERRUPTED = 130
 """What a shell makes of a command that Ctrl-C ended: 128 + SIGINT."""
+
+
+def needing(name: str, extra: str) -> ModuleType:
+    """Import a module of ours that needs packages which a GPU host seldom has.
+
+    Raises
+    ------
+    UsageError : one is missing; ``extra`` is what of bytegate's brings it.
+
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] == name.partition(".")[0]:
+            raise  # one of ours: nothing that an installation mends
+        raise UsageError(f"this needs {e.name}: pip install 'bytegate[{extra}]'") from None
 
 
 def run_app(  # noqa: PLR0911 - an exit code each

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
+from equiv.files import sha256
 from equiv.pairs import registered
 
 if TYPE_CHECKING:
@@ -218,12 +219,6 @@ def _mapped() -> list[Path]:
         return []
     lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     return sorted({Path(x.split(maxsplit=5)[-1]) for x in lines if ".so" in x})
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _library(path: Path, source: str) -> dict[str, Any]:

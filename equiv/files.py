@@ -1,12 +1,19 @@
-"""Files that are written whole or not at all. Light: nothing but the standard library."""
+"""Files: written whole or not at all, and their digests. Light: the standard library alone."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
 from equiv import document
 from ppl.errors import PplError
-from ppl.run_cli import RunByDefault, run
+from ppl.run_cli import RunByDefault, module, run
 
 ppl_app = typer.Typer(
     cls=RunByDefault,
@@ -22,14 +20,6 @@ ppl_app = typer.Typer(
     help="Compare two servers token by token.",
 )
 CLAIMS = ("identical", "equivalent")
-
-
-def _module(name: str) -> ModuleType:
-    """Import a module of this room that needs more than a GPU host has."""
-    try:
-        return importlib.import_module(f"ppl.{name}")
-    except ModuleNotFoundError as e:
-        raise PplError(f"this needs {e.name}: pip install 'bytegate[ppl]'") from None
 
 
 @ppl_app.callback()
@@ -58,16 +48,16 @@ def compare(
     """Compare stored results, without a server."""
     if claim not in CLAIMS:
         raise PplError(f"claim {claim!r}: expected identical or equivalent")
-    outputs, judge = _module("outputs"), _module("judge")
+    outputs, judge = module("outputs"), module("judge")
     made: Any = judge.compare_stored(folder, claim=claim, margin=margin)
     words = ["bytegate", "ppl", "compare", *map(str, folder), "--claim", claim]
     words += [] if margin is None else ["--margin", repr(margin)]
     outputs.leave(out, made, judge.gather(folder), command=shlex.join(words))
-    document.show(_module("report").blocks(made), sys.stdout)
+    document.show(module("report").blocks(made), sys.stdout)
     raise typer.Exit(made.exit_code)
 
 
 @ppl_app.command()
 def schema() -> None:
     """Print the JSON Schema of ppl.json."""
-    sys.stdout.write(json.dumps(_module("evidence").json_schema(), indent=2) + "\n")
+    sys.stdout.write(json.dumps(module("evidence").json_schema(), indent=2) + "\n")

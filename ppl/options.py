@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from equiv.files import sha256
 from ppl.errors import PplError
 from ppl.verdict import Claim
 from texts.cut import LEAST, LONG_LEAST, MOST
@@ -164,9 +165,7 @@ def model_identity(model: str) -> str:
         return model
     whole = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with path.open("rb") as f:
-            digest = hashlib.file_digest(f, "sha256").hexdigest()
-        whole.update(f"{path.relative_to(folder).as_posix()}\0{digest}\n".encode())
+        whole.update(f"{path.relative_to(folder).as_posix()}\0{sha256(path)}\n".encode())
     return f"{folder.name} sha256:{whole.hexdigest()}"
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from equiv import document
-from equiv.command import INTERRUPTED
+from equiv.command import INTERRUPTED, needing
+from equiv.stopping import as_interrupt
 from ppl.errors import PplError
 
 
@@ -33,10 +31,7 @@ class RunByDefault(TyperGroup):
 
 def module(name: str) -> ModuleType:
     """Import a module of this room that needs more than a GPU host has."""
-    try:
-        return importlib.import_module(f"ppl.{name}")
-    except ModuleNotFoundError as e:
-        raise PplError(f"this needs {e.name}: pip install 'bytegate[ppl]'") from None
+    return needing(f"ppl.{name}", "ppl")
 
 
 def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
@@ -124,7 +119,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     )
     with module("pace").Pace() as pace:
         try:
-            with _terminated_like_interrupted():
+            with as_interrupt(signal.SIGTERM):
                 found = module("runner").run(made, pace)
         except KeyboardInterrupt:
             pace.say("stopped: what was scored is stored, and the same command goes on from there")
@@ -138,20 +133,6 @@ def _again() -> str:
     """Return this command as a person would type it again, without passwords in addresses."""
     words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
     return shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Stop on SIGTERM as on Ctrl-C, so that servers are stopped and results are stored."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _range(words: str) -> tuple[int, int] | None:

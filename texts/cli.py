@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from typing import Annotated, Any
 
 import typer
 
+from equiv.command import needing
 from texts.errors import TextError
 
 texts_app = typer.Typer(
@@ -21,10 +21,7 @@ EVERY_S = 1.0
 
 def _module(name: str) -> Any:
     """Import a module of this room that needs more than a GPU host has."""
-    try:
-        return importlib.import_module(f"texts.{name}")
-    except ModuleNotFoundError as e:
-        raise TextError(f"this needs {e.name}: pip install 'bytegate[ppl]'") from None
+    return needing(f"texts.{name}", "ppl")
 
 
 def _state(text: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import ssl
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import httpx2
 import stamina
 
+from equiv.files import sha256
 from texts.errors import DigestError, TextError
 from texts.index import PipSettings, local_path, shown
 from texts.manifest import Archive
@@ -86,7 +86,7 @@ def archive(c: httpx2.Client, address: str, wanted: Archive, path: Path, report:
             ):
                 with attempt:
                     _stream(c, address, part, wanted, report)
-        found = file_sha256(part)
+        found = sha256(part)
         if found != wanted.sha256:
             part.unlink()
             if continued and here is None:  # what was left may be of another file: once more, whole
@@ -138,9 +138,3 @@ def _raise(answer: httpx2.Response) -> None:
 
 def _reason(e: Exception) -> str:
     return " ".join(shown(str(e)).split()) or type(e).__name__
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from equiv.files import sha256
 from texts import cache, clean, download, index
 from texts.errors import DigestError, TextError
 from texts.manifest import Archive, Manifest, Text
@@ -91,7 +92,7 @@ def obtain(archive: Archive, report: download.Report) -> Path:
     """
     path = cache.archive_path(archive)
     if path.exists():
-        found = download.file_sha256(path)
+        found = sha256(path)
         if found != archive.sha256:
             raise DigestError(
                 f"archive {path}", expected=archive.sha256, found=found, advice="delete it"

@@ -5,7 +5,6 @@ What they need beside a GPU host's packages, pydantic above all, is imported whe
 
 from __future__ import annotations
 
-import importlib
 import json
 import secrets
 import sys
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from equiv import document
+from equiv.command import needing
 from equiv.errors import UsageError
 
 gate_app = typer.Typer(
@@ -27,12 +27,7 @@ REQUIRES = ("gpu",)
 
 def _module(name: str) -> ModuleType:
     """Import a module of this room that needs more than a GPU host has."""
-    try:
-        return importlib.import_module(f"equiv.gate.{name}")
-    except ModuleNotFoundError as e:
-        if (e.name or "").startswith("equiv"):
-            raise
-        raise UsageError(f"this needs {e.name}: pip install 'bytegate[report,ppl]'") from None
+    return needing(f"equiv.gate.{name}", "report,ppl")
 
 
 PolicyOption = Annotated[

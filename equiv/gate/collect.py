@@ -230,12 +230,6 @@ def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed
     return Piece(path, name, digest, layer_of(made), made)
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def layer_of(made: Any) -> str:
     """Return the layer of an evidence value of the engine's."""
     if isinstance(made, evidence.LoopEvidence):

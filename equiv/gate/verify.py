@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from equiv.document import Block, Facts, Heading, Table
 from equiv.errors import ExitCode, UsageError
+from equiv.files import sha256
 from equiv.gate import collect, record, servers
 
 Outcome = Literal["holds", "differs", "damaged", "not covered"]
@@ -179,7 +180,7 @@ def _found(
     if not there:
         return Check(f.name, "damaged", "the file that the gate read is gone"), None
     for p in there:
-        if collect.sha256(p) != f.sha256:
+        if sha256(p) != f.sha256:
             continue
         try:
             return Check(f"{f.name}: the file that the gate read", "holds", f.sha256[:12]), (

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from equiv import environment, evidence
 from equiv.candidates import source_sha256
-from equiv.errors import BytegateError, ExitCode, UsageError
+from equiv.errors import ExitCode, NotCovered, UsageError
 from equiv.loop import campaign, case, isolate, lanes
 from equiv.loop.confirm import confirm
 from equiv.loop.run import FINDINGS
 from equiv.profiles import default_name, profile_of, seed_of
+from equiv.stopping import as_interrupt
 
 
-class LoopUnavailable(BytegateError):
+class LoopUnavailable(NotCovered):
     """The loop layer can't run on this machine: NOT COVERED, exit 4."""
-
-    exit_code = ExitCode.INVALID
 
 
 @dataclass(frozen=True)
@@ -110,24 +106,6 @@ def _apply(spec: str, patch: Callable[..., Any]) -> None:
         raise UsageError(f"--patch: {spec}: the patch failed ({error!r})") from error
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """End on SIGTERM and SIGHUP as on Ctrl-C: whoever started processes stops them on the way."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _stand_ins(device: str) -> list[str]:
     from kvroute import cpu
     from kvroute.fingerprint import distribution
@@ -193,7 +171,7 @@ def run_loop(
         patches=request.patches,
         any_dims=any_dims,
     )
-    with stoppable():
+    with as_interrupt(signal.SIGTERM, signal.SIGHUP):
         done, worst = _run_lanes(options, progress)
         done = confirm(done, options)
     from kvroute.untouched import inspect_worker

@@ -216,27 +216,22 @@ class LaneRun:
         missing = list(self.missing)
         if not self.found:
             missing += self._lacking()
-        state = "failed" if self.found else "not covered" if missing else "passed"
         checked = self.statuses[EQUAL]
-        return evidence.Lane(
-            lane=self.plan.lane,
-            state=state,
+        return lane_of(
+            self.plan.lane,
+            self.start,
             cases=self.enumerated + self.drawn,
             enumerated=self.enumerated,
             drawn=self.drawn,
             equal=checked,
             refused=self.statuses[REFUSED],
-            declared=0,
-            undefined=0,
             oracle_checked=checked,
             guarded=self.enumerated + self.drawn,
             bytes_compared=self.bytes,
-            seconds=round(time.monotonic() - self.start, 3),
             kinds=dict(sorted(self.kinds.items())),
             least=dict(self.plan.least),
             ranges=dict(self.ranges),
             median_rows=int(statistics.median(self.tokens)) if self.tokens else 0,
-            layouts_differ={},
             missing=missing,
             left_out=list(self.plan.left_out),
             bound=1 - 0.05 ** (1 / self.drawn) if self.drawn and not self.found else None,
@@ -246,6 +241,40 @@ class LaneRun:
             ],
             samples=self.samples,
         )
+
+
+def lane_of(lane: str, start: float, **facts: Any) -> evidence.Lane:
+    """Return a lane's evidence from what it has to say; ``start`` is by the monotonic clock.
+
+    Whatever isn't said is 0, empty or None. Findings make the state, else what is missing does.
+    """
+    said: dict[str, Any] = {
+        **dict.fromkeys(("cases", "enumerated", "drawn", "equal", "refused", "declared"), 0),
+        **dict.fromkeys(("undefined", "oracle_checked", "guarded", "bytes_compared"), 0),
+        **{name: {} for name in ("kinds", "least", "ranges", "layouts_differ")},
+        **{name: [] for name in ("missing", "left_out", "findings", "samples")},
+        "median_rows": 0,
+        "bound": None,
+        **facts,
+    }
+    state = "failed" if said["findings"] else "not covered" if said["missing"] else "passed"
+    seconds = round(time.monotonic() - start, 3)
+    return evidence.Lane(lane=lane, state=state, seconds=seconds, **said)
+
+
+def finding_of(lane: str, kind: str, *, case: str, repro: str, **facts: Any) -> evidence.Finding:
+    """Return a finding that was not shrunk from a larger one; what isn't said is empty."""
+    said: dict[str, Any] = {
+        "found": case,
+        "after_cases": 0,
+        "detail": "",
+        "voices": "",
+        "raised_in": "",
+        "occurrences": 1,
+        "set_elements": None,
+        **facts,
+    }
+    return evidence.Finding(lane=lane, kind=kind, case=case, repro=repro, **said)
 
 
 def repro_command(case: LoopCase, patches: tuple[str, ...]) -> str:

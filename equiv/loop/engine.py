@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from equiv import evidence
-from equiv.loop.campaign import Options, campaign_command
+from equiv.loop.campaign import Options, campaign_command, finding_of, lane_of
 from equiv.patience import stretched
 
 GROUPS = {"dev": (2,), "gate": (2, 4), "nightly": (2, 4)}
@@ -218,30 +218,17 @@ def lane(options: Options) -> evidence.Lane:
     if not findings and not missing:
         missing = [f"{k}: {kinds[k]} of {n}" for k, n in least.items() if kinds[k] < n]
     left = sorted({2, 4} - {g.ranks for g in groups})
-    return evidence.Lane(
-        lane="engine",
-        state="failed" if findings else "not covered" if missing else "passed",
+    return lane_of(
+        "engine",
+        start,
         cases=compared,
-        enumerated=0,
         drawn=compared,
         equal=compared - max(unequal, bool(findings and compared)),
-        refused=0,
-        declared=0,
-        undefined=0,
-        oracle_checked=0,
-        guarded=0,
-        bytes_compared=0,
-        seconds=round(time.monotonic() - start, 3),
         kinds=kinds,
         least=least,
-        ranges={},
-        median_rows=0,
-        layouts_differ={},
         missing=missing,
         left_out=[f"D = {', '.join(map(str, left))} (profile gate)"] if left else [],
-        bound=None,
         findings=findings,
-        samples=[],
     )
 
 
@@ -291,18 +278,13 @@ def _problem(ranks: list[dict[str, Any]]) -> str:
 
 
 def _finding(group: _Group, batches: int, options: Options) -> evidence.Finding:
-    return evidence.Finding(
-        lane="engine",
-        kind=group.kind,
+    return finding_of(
+        "engine",
+        group.kind,
         case=f"engine, D={group.ranks}, seed {options.seed}, {batches} batches",
-        found=f"engine, D={group.ranks}, seed {options.seed}, {batches} batches",
+        repro=campaign_command(options, ("engine",)),
         after_cases=int(group.tally.get("compared", 0)),
         detail=group.problem,
-        voices="",
-        raised_in="",
-        repro=campaign_command(options, ("engine",)),
-        occurrences=1,
-        set_elements=None,
     )
 
 

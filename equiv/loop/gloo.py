@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from equiv import evidence
 from equiv.loop import harmless, payload, world
-from equiv.loop.campaign import Options, campaign_command
+from equiv.loop.campaign import Options, campaign_command, finding_of, lane_of
 from equiv.loop.case import LoopCase, parse
 from equiv.loop.run import EQUAL, Result, digest, pack_keyword, run
 from equiv.patience import stretched
@@ -161,44 +161,31 @@ def lane(options: Options) -> evidence.Lane:
         if kinds[kind] < needed and not findings
     ]
     cases_run = statuses.total()
-    return evidence.Lane(
-        lane="gloo",
-        state="failed" if findings else "not covered" if missing else "passed",
+    return lane_of(
+        "gloo",
+        start,
         cases=cases_run,
-        enumerated=0,
         drawn=cases_run,
         equal=statuses[EQUAL],
-        refused=0,
-        declared=0,
-        undefined=0,
         oracle_checked=statuses[EQUAL],
         guarded=cases_run,
         bytes_compared=compared,
-        seconds=round(time.monotonic() - start, 3),
         kinds=dict(sorted(kinds.items())),
         least=least,
-        ranges={},
-        median_rows=0,
-        layouts_differ={},
         missing=missing,
         left_out=[] if 8 in counts else ["D = 8 on real ranks (profile gate)"],  # noqa: PLR2004
         bound=1 - 0.05 ** (1 / cases_run) if cases_run and not findings else None,
         findings=findings,
-        samples=[],
     )
 
 
 def _finding(case: LoopCase, result: Result, after: int, options: Options) -> evidence.Finding:
-    return evidence.Finding(
-        lane="gloo",
-        kind=result.status,
+    return finding_of(
+        "gloo",
+        result.status,
         case=str(case),
-        found=str(case),
+        repro=campaign_command(options, ("gloo",)),  # one rank, served, may be right
         after_cases=after,
         detail=result.detail,
-        voices="",
         raised_in=result.raised_in,
-        repro=campaign_command(options, ("gloo",)),  # one rank, served, may be right
-        occurrences=1,
-        set_elements=None,
     )

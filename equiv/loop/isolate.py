@@ -144,43 +144,20 @@ class _Child:
         else:
             detail += ", before its first case"
         cases = max(1, self.cases)
-        finding = evidence.Finding(
-            lane=lane,
-            kind=kind,
-            case=self.at or f"the start of lane {lane}",
-            found=self.at or f"the start of lane {lane}",
-            after_cases=cases,
-            detail=detail,
-            voices="",
-            raised_in="",
-            repro=repro,
-            occurrences=1,
-            set_elements=None,
+        at = self.at or f"the start of lane {lane}"
+        finding = campaign.finding_of(
+            lane, kind, case=at, repro=repro, after_cases=cases, detail=detail
         )
-        return evidence.Lane(
-            lane=lane,
-            state="failed",
+        return campaign.lane_of(
+            lane,
+            self.start,
             cases=cases,
             enumerated=cases,
-            drawn=0,
             equal=cases - 1,
-            refused=0,
-            declared=0,
-            undefined=0,
             oracle_checked=cases - 1,
             guarded=cases - 1,
-            bytes_compared=0,
-            seconds=round(time.monotonic() - self.start, 3),
-            kinds={},
-            least={},
-            ranges={},
-            median_rows=0,
-            layouts_differ={},
-            missing=[],
             left_out=["what comes after the case that took the process with it"],
-            bound=None,
             findings=[finding],
-            samples=[],
         )
 
     def stop(self) -> None:

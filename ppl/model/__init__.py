@@ -5,9 +5,10 @@ It reads bytes: token ``i`` below 256 is the byte ``i``, and 256 stands between 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+
+from equiv import files
 
 NAME = "bytegate-bytes-5m"
 """How reports call it."""
@@ -32,8 +33,7 @@ def folder() -> Path:
 
 def sha256(of: Path | None = None) -> str:
     """Return the SHA-256 of the weights' file: which model this is; by default our own."""
-    with ((of or folder()) / WEIGHTS).open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    return files.sha256((of or folder()) / WEIGHTS)
 
 
 def encode(text: str) -> Sequence[int]:

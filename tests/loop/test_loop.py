@@ -240,9 +240,11 @@ def test_a_patch_that_fails_is_one_line() -> None:
 def test_a_supervisor_stops_a_run_as_ctrl_c_does() -> None:
     import signal
 
+    from equiv import stopping
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         before = signal.getsignal(number)
-        with api.stoppable(), pytest.raises(KeyboardInterrupt):
+        with stopping.as_interrupt(signal.SIGTERM, signal.SIGHUP), pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         assert signal.getsignal(number) is before
 

@@ -15,16 +15,6 @@ TOKENS = 2000
 DROPPED = 700
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what needs a server of its own to a nightly run, unless ``-m`` speaks of it."""
-    if "nightly" in config.option.markexpr:
-        return
-    later = pytest.mark.skip(reason="nightly: starts a server of its own (-m nightly)")
-    for item in items:
-        if item.get_closest_marker("nightly") and "servers" in item.path.parts:
-            item.add_marker(later)
-
-
 @pytest.fixture(scope="session")
 def ids() -> list[int]:
     rng = np.random.Generator(np.random.Philox(7))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,7 +76,6 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     # Looking for a GPU must not start CUDA in a process that will be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = find_device(device)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what vLLM says of this machine
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks
     import torch
 
@@ -106,13 +106,27 @@ def _apply(spec: str, patch: Callable[..., Any]) -> None:
         raise UsageError(f"--patch: {spec}: the patch failed ({error!r})") from error
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep vLLM from saying what it thinks of this machine; a server started later is as it was."""
+    name = "VLLM_LOGGING_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
 def _stand_ins(device: str) -> list[str]:
     from kvroute import cpu
     from kvroute.fingerprint import distribution
 
     distribution()  # says in one line that there is no vLLM, or two
-    for name in MODULES:  # once, before a lane's time runs or a process is forked
-        importlib.import_module(name)
+    with _quiet():
+        for name in MODULES:  # once, before a lane's time runs or a process is forked
+            importlib.import_module(name)
     return cpu.apply_loop() if device == "cpu" else []
 
 

@@ -571,3 +571,15 @@ def test_lanes_in_a_process_of_their_own_do_what_they_do_here() -> None:
     assert set(seen) == {"strides", "ragged"}
     for a, b in zip(there, here, strict=True):
         assert (a.kinds, a.samples, a.state) == (b.kinds, b.samples, b.state)
+
+
+def test_what_the_loop_needs_quiet_leaves_servers_their_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that the same process starts later says its route, at vLLM's own level."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    api.prepare("cpu", ())
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    api.prepare("cpu", ())
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

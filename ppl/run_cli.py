@@ -87,13 +87,22 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         str, typer.Option(metavar="NAME", help="Environment variable that holds the API key.")
     ] = "",
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 1800.0,
+    no_pages: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--no-pages",
+            help="Leave ppl.json and the scores alone; bytegate ppl compare OUT makes the pages "
+            "and tokens.parquet on a machine that has what they need.",
+        ),
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="Folder of results and reports; a run goes on there.")
     ] = Path("out/ppl"),
 ) -> None:
     """Score texts on two servers that differ in the route alone; compare them token by token."""
     options: Any = module("options")
-    outputs = module("outputs")  # now: what it needs must not be missed after an hour
+    # Now: what it needs must not be missed after an hour.
+    outputs = module("evidence" if no_pages else "outputs")
     made = options.Options(
         stock=stock,
         fused=fused,
@@ -124,7 +133,10 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         except KeyboardInterrupt:
             pace.say("stopped: what was scored is stored, and the same command goes on from there")
             raise typer.Exit(INTERRUPTED) from None
-    outputs.leave(out, found, module("judge").stored([out]), command=_again())
+    if no_pages:
+        outputs.write(out / "ppl.json", found)
+    else:
+        outputs.leave(out, found, module("judge").stored([out]), command=_again())
     document.show(module("report").blocks(found), sys.stdout)
     raise typer.Exit(found.exit_code)
 

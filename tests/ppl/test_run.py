@@ -128,6 +128,22 @@ def test_the_command_leaves_every_report(
     assert tokens.inputs_sha256(out / "tokens.parquet") == made.inputs_sha256
 
 
+def test_without_pages_compare_makes_them_elsewhere(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["run", "--stock", fake(route="stock"), "--fused", fake(route="fused"), "--no-pages"]
+    words += ["--texts", str(texts), "--workspace", "1024", "--out", str(out)]
+    assert run_app(ppl_app, words, "bytegate ppl") == 0
+    made = evidence.read(out / "ppl.json")
+    assert not list(out.glob("*.html")) + list(out.glob("*.md")) + list(out.glob("*.parquet"))
+    assert run_app(ppl_app, ["compare", str(out), "--out", str(out)], "bytegate ppl") == 0
+    again = evidence.read(out / "ppl.json")
+    assert (again.decided, again.run) == (made.decided, made.run)
+    assert (out / "ppl.html").exists()
+    assert (out / "tokens.parquet").exists()
+
+
 FAULTS = {
     "shift rows": "shifted by one token from row 0 on",
     "shift values": "is shifted by one token",

@@ -212,6 +212,47 @@ def faults(
 
 
 @equiv_app.command()
+def sanitize(
+    pair: PairOption = DEFAULT_PAIR,
+    candidate: CandidateOption = None,
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(help="memcheck, initcheck or racecheck. Repeatable; all by default."),
+    ] = None,
+    device: DeviceOption = None,
+    library: LibraryOption = None,
+    cases: Annotated[int, typer.Option(min=1, help="Calls under each tool, about.")] = 24,
+    *,
+    planted: Annotated[
+        bool, typer.Option("--faults", help="Run the planted faults that these tools alone see.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for sanitize.json.")] = Path("out/sanitize"),
+) -> None:
+    """Call candidates under compute-sanitizer: stray reads, unwritten memory, races."""
+    from equiv import document, sanitize
+    from equiv.sanitize_report import blocks
+
+    asked = sanitize.Asked(
+        pair=pair,
+        candidates=tuple(candidate or ()),
+        tools=tuple(tool or ()),
+        device=device,
+        library=library,
+        cases=cases,
+        faults=planted,
+        out=out,
+        command=command_line(),
+    )
+
+    def progress(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    made = sanitize.run(asked, progress)
+    document.show(blocks(made), sys.stdout)
+    raise typer.Exit(made.exit_code)
+
+
+@equiv_app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="An equiv.json, loop.json or faults.json.")],
     markdown: Annotated[bool, typer.Option(help="Print Markdown instead.")] = False,

@@ -209,16 +209,16 @@ def kernel_faults(pair_name: str, machine: Machine) -> Iterator[Check]:
 
 def sanitizer(machine: Machine) -> Iterator[Check]:
     """Look for compute-sanitizer."""
-    what = "compute-sanitizer"
-    usual = Path("/usr/local/cuda/bin") / what
-    found = shutil.which(what) or (usual if usual.is_file() else None)
+    from equiv.sanitize import PROGRAM, program
+
+    what, found = PROGRAM, program()
     if not machine.gpus:
         yield Check("K", what, LACKING, "no GPU", "run on a GPU host with the CUDA toolkit")
     elif found is None:
         do = "install the CUDA toolkit; guard bands and canaries go on without it"
         yield Check("K", what, LACKING, "not on PATH nor in /usr/local/cuda/bin", do)
     else:
-        yield Check("K", what, COVERED, f"found as {Path(found).name}")
+        yield Check("K", what, COVERED, "found; bytegate equiv sanitize runs it")
 
 
 # -- L and S --------------------------------------------------------------------------

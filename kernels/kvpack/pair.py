@@ -21,7 +21,7 @@ import numpy as np
 
 from kvpack import oracle, stock
 from kvpack.classes import CLASSES
-from kvpack.faults.catalogue import FAULTS, HARMLESS
+from kvpack.faults.catalogue import FAULTS, HARMLESS, SANITIZER
 from kvpack.spec import Candidate, Dim, Fault, Operand, Output, Point
 
 KV_COLUMNS = stock.NOPE + stock.V
@@ -118,6 +118,7 @@ class KVPack:
         )
     }
     faults: Sequence[Fault] = FAULTS
+    sanitizer_faults: Sequence[Fault] = SANITIZER
     harmless: Sequence[Fault] = HARMLESS
 
     def valid(self, point: Point) -> bool:

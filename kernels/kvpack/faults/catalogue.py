@@ -1,8 +1,10 @@
 """The planted faults and the harmless variants, as names: importing this imports none of them.
 
 ``FAULTS`` are K01 to K18 of the fault catalogue, each with a clean twin that differs from it in
-one place. ``HARMLESS`` have equal bytes and must not be flagged. ``UNLISTED`` are faults of other
-kinds, held back from the catalogue's own run: they test whether the kinds are found.
+one place. ``SANITIZER`` are K19 to K21, which change no byte: compute-sanitizer alone sees them,
+and their lane is its tool. ``HARMLESS`` have equal bytes and must not be flagged. ``UNLISTED`` are
+faults of other kinds, held back from the catalogue's own run: they test whether the kinds are
+found.
 """
 
 from __future__ import annotations
@@ -57,6 +59,21 @@ FAULTS: tuple[Fault, ...] = (
     _fault("K16", "one lane of a row never written", "k16_lane_unwritten", "shapes"),
     _fault("K17", "reads before the producer finished", "k17_no_wait", "modes", "cuda"),
     _fault("K18", "16-byte loads on any base", "k18_forced_vectors", "alignment", "cuda"),
+)
+
+SANITIZER: tuple[Fault, ...] = tuple(
+    Fault(number, title, f"{_HERE}.hidden:{faulty}", f"{_HERE}.hidden:{clean}", tool, "cuda")
+    for number, title, faulty, clean, tool in (
+        ("K19", "reads one byte past an operand", "reads_past", "reads_last", "memcheck"),
+        (
+            "K20",
+            "reads scratch that nothing wrote",
+            "reads_unwritten",
+            "reads_written",
+            "initcheck",
+        ),
+        ("K21", "no barrier between two warps", "races", "waits", "racecheck"),
+    )
 )
 
 HARMLESS: tuple[Fault, ...] = (

@@ -269,24 +269,28 @@ def compare(stock: Checked, fused: Checked) -> tuple[list[str], list[str]]:
     ):
         if x != y:
             amiss.append(f"{what} differ: stock {x}, fused {y}")
-    names = sorted(set(a.settings) & set(b.settings))
-    if stock.whole and fused.whole:
-        whole = sorted(set(stock.whole) | set(fused.whole))
-        unlike = [
-            (n, stock.whole.get(n), fused.whole.get(n))
-            for n in whole
-            if stock.whole.get(n) != fused.whole.get(n)
-        ]
-    else:
-        unlike = [
-            (n, a.settings[n], b.settings[n]) for n in names if a.settings[n] != b.settings[n]
-        ]
+    if not (stock.whole and fused.whole):
+        names = sorted(set(a.settings) & set(b.settings))
         open_.append(f"that all else of the configuration is equal: {', '.join(names)} are")
-    shown = [f"{n} ({_word(x)} and {_word(y)})" for n, x, y in unlike]
+    shown = [f"{n} ({_word(x)} and {_word(y)})" for n, x, y in unlike(stock, fused)]
     if shown:
         more = f", and {len(shown) - 5} more" if len(shown) > 5 else ""  # noqa: PLR2004 - of a line
         amiss.append(f"the arms' configurations differ: {', '.join(shown[:5])}{more}")
     return amiss, open_
+
+
+def unlike(one: Checked, other: Checked) -> list[tuple[str, Any, Any]]:
+    """Return settings that differ, with both values: of the whole configuration where both tell it.
+
+    Elsewhere of the arguments that matter and that both tell.
+    """
+    if one.whole and other.whole:
+        a, b = one.whole, other.whole
+        names = set(a) | set(b)
+    else:
+        a, b = one.facts.settings, other.facts.settings
+        names = set(a) & set(b)
+    return [(n, a.get(n), b.get(n)) for n in sorted(names) if a.get(n) != b.get(n)]
 
 
 def _word(value: Any) -> str:

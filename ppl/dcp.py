@@ -46,7 +46,7 @@ ALONE: Arm = "stock"
 NAMES: dict[Arm, str] = {"stock": "alone", "fused": "sharded"}
 BUDGET = "--max-num-batched-tokens"
 SHARDING = re.compile(
-    r"decode_context_parallel_size|cp_kv_cache_interleave_size|effective_attention_block_size|\bdcp_"
+    r"(decode_context_parallel|cp_kv_cache_interleave|attention_block|hash_block)_size$|\.dcp_"
 )
 """Settings in which the two servers are meant to differ."""
 
@@ -152,7 +152,7 @@ def _work(
     if ups:
         pace.say(f"up after {max(ups):.0f} s")
     made = {a: _inspect(asked, source, s, NAMES[a], found) for a, s in servers.items()}
-    found.amiss += _unlike(servers)
+    _unlike(servers, found)
     if found.amiss:
         return []
     least, most = lengths(asked, max(c.budget for c in made.values()))
@@ -219,14 +219,19 @@ def _inspect(
     return made
 
 
-def _unlike(servers: Mapping[Arm, Server]) -> list[str]:
-    """Say in what the servers differ beside the sharding."""
+def _unlike(servers: Mapping[Arm, Server], found: Found) -> None:
+    """Note in what the servers differ beside the sharding, and what vLLM may derive from it."""
     one, other = (s.checked for s in servers.values())
     assert one is not None
     assert other is not None
-    unlike = preflight.unlike(one, other)
-    wrong = [f"{n} ({x} and {y})" for n, x, y in unlike if not SHARDING.search(n)]
-    return [f"the servers' configurations differ: {', '.join(wrong[:5])}"] if wrong else []
+    unlike = [x for x in preflight.unlike(one, other) if not SHARDING.search(x[0])]
+    matter = {*preflight.SETTINGS, *preflight.SETTINGS.values()}
+    wrong = [f"{n} ({x} and {y})" for n, x, y in unlike if n in matter]
+    if wrong:
+        found.amiss.append(f"the servers' configurations differ: {', '.join(wrong[:5])}")
+    rest = [f"{n} ({x} and {y})" for n, x, y in unlike if n not in matter]
+    if rest:
+        found.not_covered.append(f"whether it is for the sharding that these differ: {rest}")
 
 
 def _score(server: Server, planned: Planned, item: Input, what: str, found: Found) -> Scored | None:

@@ -1,4 +1,4 @@
-"""The commands of ``bytegate ppl``: run, compare and schema."""
+"""The commands of ``bytegate ppl``: run, dcp, compare and schema."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from equiv import document
+from ppl.dcp_cli import dcp
 from ppl.errors import PplError
 from ppl.run_cli import RunByDefault, module, run
 
@@ -28,6 +29,7 @@ def ppl() -> None:
 
 
 ppl_app.command()(run)
+ppl_app.command()(dcp)
 
 
 @ppl_app.command()

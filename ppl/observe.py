@@ -164,7 +164,7 @@ def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
         name: tallies[0].get(name)
         for name in (
             *("pack", "gather", "dcp", "world", "workspace_rows", "prefill_backend"),
-            *("requested", "vllm", "torch", "applied"),
+            *("requested", "vllm", "torch", "applied", "decode_tokens"),
         )
     }
     facts["kinds"] = sorted({kind for t in tallies for kind in t["packs"]})

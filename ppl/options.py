@@ -22,6 +22,15 @@ SMALL_WORKSPACE = 1024
 """Rows; at TP2 x DCP2 a context of more than 1,024 tokens then takes a continuation."""
 FULL_ARGUMENTS = ("--max-num-batched-tokens", "2048", "--max-model-len", str(LONG_LEAST + 8192))
 """Of the small model under ``--full``; its workspace is then vLLM's own, 65,536 rows."""
+GPU_ARGUMENTS = (
+    *("--max-num-batched-tokens", "2048", "--max-model-len", "131072"),
+    *("--kv-cache-memory-bytes", "4G", "--gpu-memory-utilization", "0.25"),
+)
+"""Of the small model on a GPU. FLASH_ATTN_MLA runs up to 512 tokens as decode, so a step has more;
+memory is stated, so that two servers start side by side on the same devices."""
+GPU_FULL_ARGUMENTS = ("--max-num-batched-tokens", "16384", *GPU_ARGUMENTS[2:])
+GPU_WORKSPACE = 4096
+"""Rows; at TP2 x DCP2 a context of more than 4,096 tokens then takes a continuation."""
 CHUNKS = (3.7, 4.1)
 """Scheduler chunks that a text spans where it isn't taken at full length: four, at any draw."""
 

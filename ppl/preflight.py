@@ -63,6 +63,9 @@ OWN = re.compile(
 )
 """Names in which two servers of one configuration differ: addresses, cache sizes, the switches."""
 
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Where an object lies in memory, in a text that tells no more of it: another in each process."""
+
 MACHINE = (
     *("torch_version", "vllm_version", "python_version", "cuda_runtime_version"),
     *("nvidia_driver_version", "nvidia_gpu_models", "os"),
@@ -163,6 +166,8 @@ def check(
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
     """Flatten nested dictionaries: ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
+    if isinstance(value, str):
+        return {name: ADDRESS.sub("", value)}
     if not isinstance(value, dict):
         return {name: value}
     found: dict[str, Any] = {}
@@ -264,34 +269,39 @@ def compare(stock: Checked, fused: Checked) -> tuple[list[str], list[str]]:
     ):
         if x != y:
             amiss.append(f"{what} differ: stock {x}, fused {y}")
-    names = sorted(set(a.settings) & set(b.settings))
-    if stock.whole and fused.whole:
-        whole = sorted(set(stock.whole) | set(fused.whole))
-        unlike = [
-            (n, stock.whole.get(n), fused.whole.get(n))
-            for n in whole
-            if stock.whole.get(n) != fused.whole.get(n)
-        ]
-    else:
-        unlike = [
-            (n, a.settings[n], b.settings[n]) for n in names if a.settings[n] != b.settings[n]
-        ]
+    if not (stock.whole and fused.whole):
+        names = sorted(set(a.settings) & set(b.settings))
         open_.append(f"that all else of the configuration is equal: {', '.join(names)} are")
-    shown = [f"{n} ({_word(x)} and {_word(y)})" for n, x, y in unlike]
+    shown = [f"{n} ({_word(x)} and {_word(y)})" for n, x, y in unlike(stock, fused)]
     if shown:
         more = f", and {len(shown) - 5} more" if len(shown) > 5 else ""  # noqa: PLR2004 - of a line
         amiss.append(f"the arms' configurations differ: {', '.join(shown[:5])}{more}")
     return amiss, open_
 
 
+def unlike(one: Checked, other: Checked) -> list[tuple[str, Any, Any]]:
+    """Return settings that differ, with both values: of the whole configuration where both tell it.
+
+    Elsewhere of the arguments that matter and that both tell.
+    """
+    if one.whole and other.whole:
+        a, b = one.whole, other.whole
+        names = set(a) | set(b)
+    else:
+        a, b = one.facts.settings, other.facts.settings
+        names = set(a) & set(b)
+    return [(n, a.get(n), b.get(n)) for n in sorted(names) if a.get(n) != b.get(n)]
+
+
 def _word(value: Any) -> str:
     return shortened(str(value))[:40]
 
 
-def configuration(
-    facts: ServerFacts, workspace_rows: int | None, decode_tokens: int = 1
-) -> Configuration:
+def configuration(facts: ServerFacts, workspace_rows: int | None) -> Configuration:
     """Return what the plan is made from.
+
+    Up to how many tokens run as decode only ``/collective_rpc`` tells; elsewhere it counts as 1,
+    and counters of the warm-up show where that is wrong.
 
     Raises
     ------
@@ -307,6 +317,7 @@ def configuration(
                 f"it after --, as in -- --{name.replace('_', '-')} 16384"
             )
         found[name] = int(str(value))
+    decode: Any = facts.facts.get("decode_tokens")
     return Configuration(
         budget=found["max_num_batched_tokens"],
         page=found["block_size"],
@@ -315,7 +326,7 @@ def configuration(
         max_model_len=facts.max_model_len,
         max_num_seqs=found["max_num_seqs"],
         workspace_rows=workspace_rows,
-        decode_tokens=decode_tokens,
+        decode_tokens=1 if decode is None else int(decode),
     )
 
 

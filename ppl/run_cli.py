@@ -116,7 +116,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         texts=tuple(texts or ()),
         without_broken=without_broken,
         full=full,
-        tokens=_range(tokens),
+        tokens=token_range(tokens),
         repeats=repeats,
         launches=launches,
         burst=burst,
@@ -147,7 +147,8 @@ def _again() -> str:
     return shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
 
 
-def _range(words: str) -> tuple[int, int] | None:
+def token_range(words: str) -> tuple[int, int] | None:
+    """Read ``LEAST-MOST``; None of nothing."""
     if not words:
         return None
     least, _, most = words.partition("-")

@@ -107,12 +107,8 @@ class Session:
         from kvroute.serve import detect_device
         from ppl.options import default_model
 
-        device = detect_device()
-        if self.model is None and device == "cpu":
-            self.model = str(default_model())
-        if self.model is None:
-            raise PplError("--model is missing: the small model is for machines without a GPU")
-        source = Launched(self.options, self.model, device)
+        self.model = self.model or str(default_model())
+        source = Launched(self.options, self.model, detect_device())
         source.check()
         return source
 

@@ -32,6 +32,9 @@ UP_S = 900.0
 SCALE_OUT = "--enable-scale-out"
 """Opens ``/inference/v1/generate``, where log-probs can be asked for as they are."""
 
+SKIP_TOKENIZER = "--skip-tokenizer-init"
+NO_SKIP_TOKENIZER = "--no-skip-tokenizer-init"
+
 TETHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -160,7 +163,9 @@ class Launched:
             raise PplError(str(e)) from None
 
     def get(self, arms: Sequence[Arm], made: Callable[[Arm], Instance]) -> dict[Arm, Server]:
-        """Start the servers of arms; on a GPU one after the other, since each measures memory.
+        """Start the servers of arms side by side.
+
+        On a GPU one after the other, since each measures memory, unless ``memory_stated``.
 
         Raises
         ------
@@ -171,7 +176,7 @@ class Launched:
         try:
             for arm in arms:
                 started[arm] = self._start(arm, made(arm))
-                if self.device != "cpu":
+                if self.device != "cpu" and not memory_stated(self.arguments):
                     _wait(started[arm])
             for server in started.values():
                 if server.instance.up_s is None:
@@ -224,15 +229,38 @@ def arguments(options: Options, device: str) -> tuple[tuple[str, ...], int | Non
     if SCALE_OUT not in given:
         given = (*given, SCALE_OUT)
     workspace = options.workspace
-    if device == "cpu" and options.model is None:
-        more = opt.FULL_ARGUMENTS if options.full else opt.SMALL_MODEL_ARGUMENTS
-        names = {w.partition("=")[0] for w in given}
+    names = {w.partition("=")[0] for w in given}
+    if options.model is None:
+        whole, short, rows = _small(device)
+        more = whole if options.full else short
         for i in range(0, len(more), 2):
             if more[i] not in names:
                 given = (*given, more[i], more[i + 1])
         if workspace is None and not options.full:
-            workspace = opt.SMALL_WORKSPACE
+            workspace = rows
+    lacks_tokenizer = options.model is None or (
+        Path(options.model).is_dir() and not list(Path(options.model).glob("tokenizer*"))
+    )
+    if device != "cpu" and lacks_tokenizer and not names & {SKIP_TOKENIZER, NO_SKIP_TOKENIZER}:
+        given = (*given, SKIP_TOKENIZER)
     return given, workspace
+
+
+def _small(device: str) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Return what the small model is served with: under ``--full``, else, and workspace rows."""
+    if device == "cpu":
+        return opt.FULL_ARGUMENTS, opt.SMALL_MODEL_ARGUMENTS, opt.SMALL_WORKSPACE
+    return opt.GPU_FULL_ARGUMENTS, opt.GPU_ARGUMENTS, opt.GPU_WORKSPACE
+
+
+def memory_stated(arguments: Sequence[str]) -> bool:
+    """Whether a GPU server measures no memory: both budgets are given, so two may start at once.
+
+    With ``--kv-cache-memory-bytes`` alone vLLM still refuses to start where less is free than its
+    default share of the device, which another server may have taken meanwhile.
+    """
+    names = {w.partition("=")[0] for w in arguments}
+    return {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} <= names
 
 
 def end_leftovers(instances: Sequence[Instance]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import signal
 import sys
@@ -37,6 +38,12 @@ CPU_ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 """Environment of a CPU server, unless the caller's own has the variable."""
+
+GPU_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": ("flashinfer",),
+    "VLLM_KIMI_K3_GEMM_AR": ("flashinfer", "cutlass"),  # the CUTLASS DSL
+}
+"""What a GPU server switches off, with 0, where a package is missing; the caller's own wins."""
 
 CPU_ARGUMENTS = {
     "--attention-backend": "CPU_MLA",  # where AMX exists vLLM would take a backend without DCP
@@ -123,6 +130,13 @@ def plan(options: ServeOptions, environ: Mapping[str, str], device: str) -> Laun
         environment = {**CPU_ENVIRONMENT, **environment}
         defaults.update(CPU_ARGUMENTS)
         served = served or str(model.make(model.default_folder()))
+    else:
+        lacking = {
+            name: "0"
+            for name, packages in GPU_ENVIRONMENT.items()
+            if not all(map(importlib.util.find_spec, packages))
+        }
+        environment = {**lacking, **environment}
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(served), "--host", options.host, "--port", str(port)),

@@ -157,6 +157,8 @@ def gate_layer(layer: Any, settings: Settings, tally: Tally = TALLY) -> Decision
     )
     tally.layers[decision.route] += 1
     if decision.route == "untouched":
+        if settings.route is not None:  # asked for, and impossible without sharding: to be told
+            _announce(decision, None, layer, dcp_size, tally)
         return decision
     name, pack = _pack_for(decision, layer)
     setattr(impl, LOOP, LoopGate(loop, decision, counted(pack, tally) if pack else None, tally))

@@ -20,7 +20,11 @@ from kvroute.serve import ServeOptions, parse, plan
 @pytest.fixture(autouse=True)
 def _plugin_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = type("Entry", (), {"name": "bytegate"})()
-    monkeypatch.setattr(serve.importlib.metadata, "entry_points", lambda **_: [entry])
+    monkeypatch.setattr(
+        serve.importlib.metadata,
+        "entry_points",
+        lambda group, **_: [entry] if group == "vllm.general_plugins" else [],  # not torch's
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(serve.model, "make", lambda folder: folder)
 
@@ -152,3 +156,16 @@ def test_a_signal_while_the_server_is_being_started_stops_it(
     assert serve.serve(ServeOptions()) == 0
     assert not psutil.pid_exists(started[0].pid)
     assert signal.getsignal(signal.SIGHUP) is before
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_gpu_server_switches_off_what_its_host_lacks(
+    *, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: object() if there else None)
+    names = ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_KIMI_K3_GEMM_AR")
+    made = plan(ServeOptions(model="somewhere"), {}, "cuda").environment
+    assert {made.get(name) for name in names} == ({None} if there else {"0"})
+    mine = plan(ServeOptions(model="somewhere"), dict.fromkeys(names, "1"), "cuda").environment
+    assert {mine[name] for name in names} == {"1"}
+    assert not set(names) & set(plan(ServeOptions(), {}, "cpu").environment)

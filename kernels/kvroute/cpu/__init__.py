@@ -116,6 +116,13 @@ PATCHES = (
         gather.make_cp_gather_cache,
     ),
     CpuPatch(
+        "dequant",
+        "vllm._custom_ops",
+        "gather_and_maybe_dequant_cache",
+        "the op, which reads the cache where it isn't sharded, has no CPU build",
+        gather.make_gather_and_maybe_dequant_cache,
+    ),
+    CpuPatch(
         "slots",
         "vllm.utils.cpu_triton_utils",
         "_compute_slot_mapping_kernel_impl",
@@ -171,16 +178,7 @@ def apply_all() -> list[str]:
     return [f"cpu:{patch.name}" for patch in PATCHES]
 
 
-LOOP_PATCHES = (
-    next(patch for patch in PATCHES if patch.name == "gather"),
-    CpuPatch(
-        "dequant",
-        "vllm._custom_ops",
-        "gather_and_maybe_dequant_cache",
-        "the op has no CPU build",
-        gather.make_gather_and_maybe_dequant_cache,
-    ),
-)
+LOOP_PATCHES = tuple(p for p in PATCHES if p.name in {"gather", "dequant"})
 """The two gathers, which are all that the loop needs when it runs without a server."""
 
 

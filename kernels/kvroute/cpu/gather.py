@@ -58,7 +58,7 @@ def make_gather_and_maybe_dequant_cache(_original: Any) -> Any:
     """``vllm._custom_ops.gather_and_maybe_dequant_cache`` for the CPU.
 
     An fp8 pool is widened to float32, multiplied by ``scale`` and rounded once to the dtype of
-    ``dst``, as the CUDA kernel does; any other pool is copied. No server needs it, for
+    ``dst``, as the CUDA kernel does; any other pool is copied. No server needs that, for
     vLLM's CPU backend takes no fp8 cache; the loop layer does.
     """
 

@@ -7,11 +7,12 @@ from typing import Any
 
 
 def keep_chunked_prefill(original: Any) -> Any:
-    """Wrap ``CpuPlatform.check_and_update_config`` so that three settings survive it under DCP.
+    """Wrap ``CpuPlatform.check_and_update_config`` so that three settings of MLA survive it.
 
     The platform switches ``enable_chunked_prefill`` and ``enable_prefix_caching`` off and raises
     ``max_num_batched_tokens`` to the model's length: then no prompt has a context, and the loop
-    never runs. Everything else that the platform does stays.
+    never runs, nor what stands in its place without decode context parallelism, against which it
+    is compared. Everything else that the platform does stays.
     """
     function = original.__func__
 
@@ -24,7 +25,8 @@ def keep_chunked_prefill(original: Any) -> Any:
             scheduler.max_num_batched_tokens,
         )
         function(cls, vllm_config)
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        model = vllm_config.model_config
+        if model is not None and model.use_mla:
             (
                 scheduler.enable_chunked_prefill,
                 cache.enable_prefix_caching,

@@ -1,0 +1,84 @@
+"""The command ``bytegate ppl dcp``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from equiv import document
+from equiv.command import INTERRUPTED
+from equiv.stopping import as_interrupt
+from ppl.run_cli import module, token_range
+
+
+def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After --: vLLM's own arguments, for both servers.")
+    ] = None,
+    alone: Annotated[
+        str, typer.Option(help="Address of a server of tensor parallelism alone.")
+    ] = "",
+    sharded: Annotated[
+        str, typer.Option(help="Address of a server with decode context parallelism.")
+    ] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Folder or name of the model; default: a small one.")
+    ] = None,
+    route: Annotated[
+        str, typer.Option(help="Route of the sharded server: stock, fused, fault:ID ...")
+    ] = "stock",
+    tp: Annotated[int, typer.Option(help="Tensor parallel size of both.")] = 2,
+    dcp: Annotated[int, typer.Option(help="Decode context parallel size of the sharded one.")] = 2,
+    workspace: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the chunked-prefill workspace.")
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(help="As of bytegate ppl run. Repeatable; default: ten."),
+    ] = None,
+    full: Annotated[  # noqa: FBT002
+        bool, typer.Option("--full", help="30,000 to 36,000 tokens a text, and a long one.")
+    ] = False,
+    tokens: Annotated[
+        str, typer.Option(metavar="LEAST-MOST", help="Tokens of a text; default: four chunks.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one answer.")] = 1800.0,
+    out: Annotated[Path, typer.Option(help="Folder for dcp.json, dcp.md and logs.")] = Path(
+        "out/dcp"
+    ),
+) -> None:
+    """Compare decode context parallelism with tensor parallelism alone, token by token."""
+    options: Any = module("options")
+    evidence: Any = module("dcp_evidence")
+    made = options.Options(
+        stock=alone,
+        fused=sharded,
+        model=None if alone else model,
+        arguments=tuple(arguments or ()),
+        route=route,
+        tp=tp,
+        dcp=dcp,
+        workspace=workspace,
+        texts=tuple(texts or ()),
+        full=full,
+        tokens=token_range(tokens),
+        timeout_s=timeout,
+        out=out,
+    )
+    with module("pace").Pace() as pace:
+        try:
+            with as_interrupt(signal.SIGTERM):
+                found = module("dcp").run(made, pace, stands_for=model)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
+    command = shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
+    evidence.write(out, found, command)
+    document.show(evidence.blocks(found), sys.stdout)
+    raise typer.Exit(found.exit_code)

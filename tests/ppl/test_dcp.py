@@ -1,0 +1,169 @@
+"""A sharded server against tensor parallelism alone: what roundings allow, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for name in ("pydantic", "scipy", "torch"):
+    pytest.importorskip(name)
+
+import torch  # noqa: E402 - the packages decide first
+
+from ppl import dcp_evidence, rounding  # noqa: E402
+from ppl.dcp_evidence import TextFigures, figures  # noqa: E402
+from ppl.errors import PplError  # noqa: E402
+from ppl.model.network import Network, Shape  # noqa: E402
+
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    made = Network(Shape(num_hidden_layers=2, hidden_size=64, intermediate_size=96))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 2 / p.shape[1] ** 0.5)
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return [int(i) for i in np.random.default_rng(5).integers(0, 256, TOKENS)]
+
+
+def test_without_roundings_a_twin_is_the_reference(network: Network, ids: list[int]) -> None:
+    mine = rounding.log_probs(network, ids, lambda x: x, ranks=2)
+    with torch.no_grad():
+        rows = torch.log_softmax(network(torch.tensor([ids]))[0], -1)
+    wanted = rows[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    assert np.abs(mine - wanted.numpy()).max() < 1e-4
+
+
+def rounded(unit: float) -> Any:
+    """Round to nearest with so large a relative error: bfloat16 itself at 2^-9."""
+    digits = int(-np.log2(unit))
+    return lambda x: torch.ldexp((m := torch.frexp(x))[0].mul(2**digits).round(), m[1] - digits)
+
+
+def test_what_bfloat16_really_does_stays_below_what_twins_allow(
+    network: Network, ids: list[int]
+) -> None:
+    exact = rounding.log_probs(network, ids, lambda x: x, ranks=2)
+    mine = rounding.log_probs(network, ids, lambda x: x.bfloat16().float(), ranks=2)
+    other = rounding.log_probs(network, ids, lambda x: x.bfloat16().float(), ranks=1)
+    allowed = rounding.tolerance(
+        rounding.twins(network, ids, ranks=2), np.ones(TOKENS - 1, dtype=np.bool_)
+    )
+    for d in (mine - exact, mine - other):
+        assert 0 < np.sqrt(np.mean(d.astype(np.float64) ** 2)) < allowed.rms
+        assert np.abs(d).max() < allowed.largest
+
+
+def test_coarser_roundings_than_the_servers_are_outside(network: Network, ids: list[int]) -> None:
+    exact = rounding.log_probs(network, ids, lambda x: x, ranks=2)
+    coarse = rounding.log_probs(network, ids, rounded(2.0**-6), ranks=2)
+    allowed = rounding.tolerance(
+        rounding.twins(network, ids, ranks=2), np.ones(TOKENS - 1, dtype=np.bool_)
+    )
+    assert np.sqrt(np.mean((coarse - exact).astype(np.float64) ** 2)) > allowed.rms
+
+
+def test_coins_are_fair_and_as_large_as_stated() -> None:
+    moved = rounding.rough(1, "cpu")(torch.ones(100_000))
+    assert set(moved.unique().tolist()) == {1 - rounding.UNIT, 1 + rounding.UNIT}
+    assert abs(float(moved.mean()) - 1) < 5 * rounding.UNIT / 100_000**0.5
+
+
+def test_the_mean_over_texts_keeps_its_level() -> None:
+    rng = np.random.default_rng(0)
+    outside = 0
+    for _ in range(2000):
+        spread = rng.uniform(0.5, 2.0, 10)
+        twins = rng.normal(0, spread[:, None], (10, rounding.TWINS))
+        errors = np.sqrt(2.0) * twins.std(1, ddof=1)
+        means = rng.normal(0, np.sqrt(2.0) * spread)
+        outside += abs(means.mean()) > rounding.mean_tolerance(list(errors))
+    assert outside <= 10  # 2 at the stated level; above 10 once in 100,000
+
+
+ALLOWED = rounding.Tolerance(rms=0.05, largest=0.4, mean_error=0.001)
+
+
+def text(d: Any, name: str = "t", allowed: rounding.Tolerance | None = ALLOWED) -> TextFigures:
+    rows = np.arange(len(d))
+    return TextFigures.of(
+        name,
+        np.asarray(d, dtype=np.float64),
+        loop=(rows >= 100) & (rows < 900),
+        behind=rows >= 100,
+        differing=np.asarray(d) != 0,
+        merged_from=500,
+        allowed=allowed,
+    )
+
+
+def noise(scale: float) -> Any:
+    d = np.random.default_rng(1).normal(0, scale, 1000)
+    d[:100] = 0
+    return d
+
+
+def judged(*texts: TextFigures, amiss: tuple[str, ...] = ()) -> dcp_evidence.DcpEvidence:
+    return figures(texts, amiss=amiss, not_covered=[], facts={})
+
+
+def test_roundings_are_within(tmp_path: Path) -> None:
+    one = text(noise(0.02))
+    assert (one.judged, one.merged, one.control, one.decode) == (800, 400, 100, 100)
+    made = judged(one, text(noise(0.03), "u"))
+    assert (made.verdict, made.exit_code) == ("WITHIN", 0)
+    dcp_evidence.write(tmp_path, made, "bytegate ppl dcp")
+    assert dcp_evidence.read(tmp_path / "dcp.json").texts == made.texts
+    assert "WITHIN" in (tmp_path / "dcp.md").read_text()
+
+
+def moved(where: int | slice, by: float) -> Any:
+    d = noise(0.02)
+    d[where] += by
+    return d
+
+
+@pytest.mark.parametrize(
+    ("d", "why"),
+    [
+        (noise(0.08), "root mean square"),
+        (moved(700, 0.5), "a token moved"),
+        (moved(5, 0.5), "a token moved"),  # of the control
+        (moved(slice(100, 900), 0.01), "mean over texts"),
+    ],
+)
+def test_more_than_roundings_is_outside(d: Any, why: str) -> None:
+    made = judged(text(d), text(d, "u"))
+    assert (made.verdict, made.exit_code) == ("OUTSIDE", 1)
+    assert any(why in reason for reason in made.reasons)
+
+
+def test_what_is_amiss_and_what_nothing_bounds_is_never_passed() -> None:
+    assert judged(text(noise(0.02)), amiss=("alone: preempted",)).exit_code == 4
+    assert judged().verdict == "INVALID"
+    open_ = judged(text(noise(0.02), allowed=None))
+    assert (open_.verdict, open_.exit_code) == ("NOT_COVERED", 4)
+
+
+def test_a_report_that_was_changed_is_refused(tmp_path: Path) -> None:
+    dcp_evidence.write(tmp_path, judged(text(noise(0.08))), "")
+    path = tmp_path / "dcp.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"verdict": "WITHIN", "exit_code": 0}))
+    with pytest.raises(PplError, match="damaged"):
+        dcp_evidence.read(path)
+    path.write_text(json.dumps(raw | {"not_covered": ["less"]}))
+    with pytest.raises(PplError, match="damaged"):
+        dcp_evidence.read(path)

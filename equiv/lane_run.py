@@ -20,7 +20,7 @@ from equiv.errors import DoesNotFit, UsageError
 from equiv.hunt import Hunt
 from equiv.lanes import Lanes, Plan, Target, kinds_of
 from equiv.profiles import Profile, examples, settings_of
-from equiv.result import DECLARED, EQUAL, PASSING, REFUSED, UNDEFINED, Result
+from equiv.result import DECLARED, EQUAL, NOT_ALONE, PASSING, REFUSED, UNDEFINED, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -369,7 +369,7 @@ class LaneRun:
         if self.options.shrink and not self.costly(result):
             self.worker.restart()
             if not fails(smallest):
-                detail += "; only after other cases in the same process: alone it passes"
+                detail += f"; {NOT_ALONE}"
         self.findings.append(
             evidence.Finding(
                 lane=self.plan.lane,

@@ -199,6 +199,31 @@ def _false_alarms(options: campaign.Options, cases: int) -> dict[str, Any]:
     }
 
 
+def fails_again(faulty: str, line: str) -> bool:
+    """Plant a fault in a process of its own, and tell whether a case fails with it.
+
+    Raises
+    ------
+    UsageError : the fault, the case or its pack isn't known here.
+
+    """
+    from kvroute.faults import LOOP_TITLES, patch_of
+
+    one = case.parse(line)
+    pack, _ = api.load_pack(one.pack, one.device)
+    known = [patch_of(number) for number in LOOP_TITLES]
+    if faulty not in known:
+        raise UsageError(f"{faulty or 'no patch'} is none of the loop's faults")
+    return bool(in_child(_planted, faulty, one, pack)["failed"])
+
+
+def _planted(faulty: str, one: case.LoopCase, pack: Callable[..., Any]) -> dict[str, Any]:
+    from kvroute.settings import resolve
+
+    resolve(faulty)()
+    return {"failed": run(one, pack).failed}
+
+
 def in_child(work: Callable[..., dict[str, Any]], *arguments: Any, **_: Any) -> dict[str, Any]:
     """Run ``work`` in a forked process, so that what it changes ends with it.
 

@@ -42,6 +42,9 @@ LOSS = {"crash": 1, "hang": 14}
 SAMPLES = 12
 """Cases recorded with their hashes, for each lane."""
 
+NOT_FIRST = "not asked: it is asked of a case's first difference alone"
+"""Instead of the oracle's word on another category of difference in the same case."""
+
 LEAST_DRAWS = 40
 """Draws that a lane makes even where its time is over, on a slow or busy machine."""
 
@@ -378,13 +381,22 @@ class LaneRun:
                 found=str(case),
                 after_cases=self.enumerated + self.drawn,
                 detail=detail,
-                voices=told.voices if d is told.difference else "",
+                voices=told.voices if d is told.difference else NOT_FIRST,
                 raised_in=told.raised_in,
                 repro=repro_command(smallest, self.options),
                 occurrences=0,
                 set_elements=set_elements,
+                not_shrunk=self._not_shrunk(result, smallest, set_elements),
             )
         )
+
+    def _not_shrunk(self, result: Result, smallest: Case, set_elements: int | None) -> str:
+        """Say why a finding's case is no smaller; empty where it is zeros but for some elements."""
+        if not self.options.shrink:
+            return "nothing was to be shrunk"
+        if self.costly(result):
+            return f"a {result.status} takes too long to run into it again and again"
+        return shrink.kept(self.options.pair, smallest) if set_elements is None else ""
 
     def report(self) -> evidence.Lane:
         """Return what the lane did."""

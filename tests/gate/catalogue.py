@@ -120,8 +120,9 @@ def kernel(candidate: str, lane: str) -> Callable[[Path], dict[str, str]]:
     return make
 
 
-KINDS = {"K01": "divergence"}
-"""What the lane of a kernel's fault finds first."""
+UNWRITTEN = ("K02", "K03", "K05", "K07", "K08", "K16")
+KINDS = {"K04": "crash", "K15": "out_of_bounds", **dict.fromkeys(UNWRITTEN, "unwritten")}
+"""What a kernel's fault is found as first, where that isn't a divergence."""
 
 
 def kernel_rows() -> Iterator[Row]:
@@ -129,8 +130,8 @@ def kernel_rows() -> Iterator[Row]:
     for f in PAIR.faults:
         if f.needs:
             continue
-        kind = KINDS.get(f.id, "")
-        says = ("kernel on cpu: failed: ", f"{f.faulty}, lane {f.lane}: {kind}")
+        kind = KINDS.get(f.id, "divergence")
+        says = (f"kernel on cpu: failed: {f.faulty}, lane {f.lane}: {kind}: ",)
         yield Row(f.id, f.title, kernel(f.faulty, f.lane), 1, says)
         yield Row(f"{f.id}-clean", f"the clean twin of {f.id}", kernel(f.clean, f.lane), 0, ())
     for f in PAIR.harmless:
@@ -187,7 +188,7 @@ def loop_rows() -> Iterator[Row]:
 
     for number, title in LOOP_TITLES.items():
         lane, kind = FOUND[number]
-        says = ("vLLM's loop on cpu: failed: ", f"lane {lane}: {kind}: ")
+        says = (f"vLLM's loop on cpu: failed: lane {lane}: {kind}: ",)
         yield Row(number, title, loop(lane, "--patch", patch_of(number) or ""), 1, says)
         clean = loop(lane, "--patch", clean_of(number))
         yield Row(f"{number}-clean", f"the clean twin of {number}", clean, 4, PATCHED)

@@ -213,7 +213,8 @@ def test_the_first_line_is_the_verdict_and_so_is_the_last() -> None:
     lines = shown(GOOD).splitlines()
     assert lines[0] == (
         "PASS  kvpack on cpu: triton gives the reference's bytes, but for D1 of the ledger "
-        "in the lanes shapes and strides alone, 2 of 6; 1,520 cases, 12.34 GB compared (profile gate, seed 7, 182 s)"
+        "in the lanes shapes and strides alone, 2 of 6; 1,520 cases, 12.34 GB compared (profile "
+        "gate, seed 7, 182 s)"
     )
     assert lines[-1] == "PASS  exit code 0; evidence in out/equiv.json"
     lines = shown(BAD).splitlines()

@@ -43,7 +43,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "row", [pytest.param(r, id=r.id, marks=marks(r)) for r in catalogue.rows()]
 )

@@ -30,6 +30,9 @@ TWIN_CASES = 60
 CLEAN_CASES = {"dev": 200, "gate": 1_700, "nightly": 20_000}
 """Cases of the false-alarm run drawn in each of ``ragged`` and ``fp8``; ``edges`` come on top."""
 
+NO_ALARMS: dict[str, Any] = {"alarms": [], "candidates": {}, "worst_share": 0.0}
+"""What a run without clean cases has of them."""
+
 
 @dataclass(frozen=True)
 class LoopFaultsRequest:
@@ -87,7 +90,9 @@ def run_faults(
         progress(number, "faults", index, len(wanted))
         rows.append(fault_row(number, LOOP_TITLES[number], options))
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
-    alarms = in_child(_false_alarms, options, cases, progress=progress)
+    alarms = NO_ALARMS | (
+        in_child(_false_alarms, options, cases, progress=progress) if cases else {}
+    )
     alarms["stand_ins"] = stand_ins
     alarms["cases"] = sum(alarms["candidates"].values())
     bad = any(row.outcome != "caught" for row in rows) or bool(alarms["alarms"])

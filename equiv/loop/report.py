@@ -12,7 +12,7 @@ from equiv.document import Block, Facts, Heading, Items, Line, Table, counted
 from equiv.evidence import FaultsEvidence, LoopEvidence
 from equiv.faults_report import faults_blocks
 from equiv.loop.api import default_lanes
-from equiv.loop.run import FINDINGS
+from equiv.loop.result import FINDINGS
 
 
 def show_loop(made: LoopEvidence, path: Path | None = None, file: TextIO | None = None) -> None:

@@ -175,7 +175,7 @@ FOUND = {
     "L01": ("edges", "raised"),
     "L02": ("edges", "raised"),
     "L03": ("edges", "ranks"),
-    "L04": ("edges", "reference"),
+    "L04": ("edges", "raised"),
     "L05": ("edges", "reference"),
     "L06": ("fp8", "reference"),
     "L07": ("edges", "plan"),

@@ -100,16 +100,27 @@ def source_sha256(name: str) -> str:
     if not is_own(name):
         return ""
     where = name.rpartition(":")[0]
-    module = None if where.endswith(".py") else sys.modules.get(where)
-    path = Path(where if where.endswith(".py") else getattr(module, "__file__", None) or "")
+    file_name, package = (where, "") if where.endswith(".py") else _found(where)
+    path = Path(file_name)
     if not path.is_file():
         return ""
     whole = hashlib.sha256()
-    inside = bool(getattr(module, "__package__", ""))
+    inside = bool(package)
     for file in sorted(path.parent.iterdir()) if inside else (path,):
         if file.is_file() and (file.suffix in SOURCES or not inside):
             whole.update(f"{file.name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()
+
+
+def _found(module: str) -> tuple[str, str]:
+    """Return a module's file and its package, imported or not; both empty where there is none."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None) or "", getattr(loaded, "__package__", None) or ""
+    spec = None
+    with contextlib.suppress(Exception):  # whatever a package above it does while it is imported
+        spec = importlib.util.find_spec(module)
+    return (spec.origin or "", spec.parent or "") if spec else ("", "")
 
 
 def module_name(path: Path) -> str:

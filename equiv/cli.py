@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equiv.command import run_app
+from equiv.command import nothing_before, run_app
 from equiv.errors import NotCovered, UsageError, worst
 from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
@@ -106,6 +106,7 @@ def equiv(
 ) -> None:
     """Compare a pair's candidates with its reference, byte for byte, on every lane."""
     if context.invoked_subcommand is not None:
+        nothing_before(context)
         return
     from equiv import report
     from equiv.run import Request, run

@@ -35,6 +35,27 @@ def needing(name: str, extra: str) -> ModuleType:
         raise UsageError(f"this needs {e.name}: pip install 'bytegate[{extra}]'") from None
 
 
+def nothing_before(context: typer.Context) -> None:
+    """Refuse options that stand before a subcommand, which wouldn't see them.
+
+    Raises
+    ------
+    UsageError : naming the first of them, and where it belongs.
+
+    """
+    given = [
+        p
+        for p in context.command.params
+        if getattr(context.get_parameter_source(p.name or ""), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        sub = context.invoked_subcommand
+        raise UsageError(
+            f"{given[0].opts[0]} stands before {sub}, which would not see it: "
+            f"{context.command_path} {sub} takes its options after its name, and --help says which"
+        )
+
+
 def run_app(  # noqa: PLR0911 - an exit code each
     application: typer.Typer, arguments: list[str], name: str
 ) -> int:

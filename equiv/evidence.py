@@ -45,7 +45,8 @@ class Finding:
     case : the smallest failing case; ``found`` is the one first met, after ``after_cases`` cases of
         its lane.
     detail : in one line: bytes, first place, both elements and what they mean.
-    voices : who the oracle says is wrong.
+    voices : who the oracle says is wrong, or why it says nothing.
+    not_shrunk : why the case is no smaller, where it could be.
     raised_in : ``module:function`` of an exception or crash.
     repro : one command that repeats it.
     occurrences : cases of the lane that failed in the same way.
@@ -65,6 +66,7 @@ class Finding:
     occurrences: int
     set_elements: int | None
     """Elements set after a fill of zeros; None where the fill could not be reduced."""
+    not_shrunk: str = ""
 
 
 @dataclass(frozen=True)

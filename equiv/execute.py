@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 import xxhash
 
 from equiv.arena import COLOURS, Arena, OutputArena, dense_pitches, same_bytes
+from equiv.blame import line_of, origin, raised_by_call
 from equiv.domain import Claim, claim_of
 from equiv.dtypes import DTYPES
 from equiv.fills import fill
@@ -68,17 +68,6 @@ class Loaded:
     executions: Callable[[], int] | None = None
     evidence: tuple[str, ...] = ()
     state: Mapping[str, Any] | None = None
-
-
-def origin(error: BaseException, module: str) -> str:
-    """Return ``module:function`` of the innermost frame in the candidate's module, or at all."""
-    frames = [
-        (f.f_globals.get("__name__", "?"), f.f_code.co_name)
-        for f, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    own = [f for f in frames if f[0] == module]
-    name, function = (own or frames or [("?", "?")])[-1]
-    return f"{name}:{function}"
 
 
 class Executor:
@@ -208,7 +197,7 @@ class CaseRun:
         try:
             outputs = self.pair.reference(self.arena.tensors(), self.point)
         except Exception as e:  # noqa: BLE001 - it is the result
-            detail = f"{type(e).__name__}: {_line(e)}"
+            detail = f"{type(e).__name__}: {line_of(e)}"
             raise Found("reference_raised", detail, origin(e, "")) from None
         self.expected_pitches = {n: tuple(t.stride()) for n, t in outputs.items()}
         # What the reference allocated is ours alone; a view of an operand has to be copied.
@@ -246,8 +235,7 @@ class CaseRun:
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
                 raise
-            module = getattr(loaded.kernel, "__module__", "") or ""
-            raise Found("raised", f"{type(e).__name__}: {_line(e)}", origin(e, module)) from None
+            raise Found("raised", *raised_by_call(e, self.pair, loaded)) from None
         if loaded.executions and self.pair.rows(self.point) and loaded.executions() == before:
             raise Found("not_run", f"the call returned, but {loaded.name}'s own kernel didn't run")
         for name, t in tensors.items():
@@ -436,8 +424,3 @@ def _type_of(value: Any) -> str:
 
 def _odd(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not _is_plain(value)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else "no message"

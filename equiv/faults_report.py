@@ -49,6 +49,8 @@ def faults_blocks(made: FaultsEvidence) -> Iterator[Block]:
     if smallest := [r for r in made.faults if r.smallest]:
         yield Heading("Smallest failing cases")
         yield Facts(tuple(x for r in smallest for x in ((r.id, (r.smallest,)), ("", r.detail))))
+    if not cases:
+        yield Line("No clean kernel was run (--clean-cases 0), so nothing is said of false alarms.")
     if clean:
         yield Heading("False alarms")
         flagged = [str(a.get("candidate")) for a in alarms]

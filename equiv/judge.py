@@ -211,7 +211,7 @@ class Judge:
             if len(found) == len(compare.CATEGORIES):
                 break
         first, *others = found.values()
-        voice = ""
+        voice = self.silent(oracle, expected)
         name = first.output
         fits = oracle is not None and name in oracle and expected is self.run.expected
         if oracle is not None and fits and oracle[name].shape == self._output(name).shape:
@@ -226,6 +226,14 @@ class Judge:
             voices=voice,
             ledger=(*base.ledger, *hits),
         )
+
+    def silent(self, oracle: Mapping[str, NDArray[Any]] | None, expected: Any) -> str:
+        """Say why the oracle says nothing of a difference, should it come to that."""
+        if oracle is None:
+            return f"pair {self.run.pair.name} has no oracle for this case"
+        if expected is not self.run.expected:
+            return f"not asked: mode {self.run.case.mode} changes the operands after it was"
+        return "it has no such output"
 
     def chunks(self, name: str) -> list[slice]:
         """Return parts of the first dimension in which an output is looked through."""

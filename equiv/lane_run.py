@@ -20,7 +20,7 @@ from equiv.errors import DoesNotFit, UsageError
 from equiv.hunt import Hunt
 from equiv.lanes import Lanes, Plan, Target, kinds_of
 from equiv.profiles import Profile, examples, settings_of
-from equiv.result import DECLARED, EQUAL, PASSING, REFUSED, UNDEFINED, Result
+from equiv.result import DECLARED, EQUAL, NOT_ALONE, PASSING, REFUSED, UNDEFINED, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,6 +41,9 @@ LOSS = {"crash": 1, "hang": 14}
 
 SAMPLES = 12
 """Cases recorded with their hashes, for each lane."""
+
+NOT_FIRST = "not asked: it is asked of a case's first difference alone"
+"""Instead of the oracle's word on another category of difference in the same case."""
 
 LEAST_DRAWS = 40
 """Draws that a lane makes even where its time is over, on a slow or busy machine."""
@@ -369,7 +372,7 @@ class LaneRun:
         if self.options.shrink and not self.costly(result):
             self.worker.restart()
             if not fails(smallest):
-                detail += "; only after other cases in the same process: alone it passes"
+                detail += f"; {NOT_ALONE}"
         self.findings.append(
             evidence.Finding(
                 lane=self.plan.lane,
@@ -378,13 +381,22 @@ class LaneRun:
                 found=str(case),
                 after_cases=self.enumerated + self.drawn,
                 detail=detail,
-                voices=told.voices if d is told.difference else "",
+                voices=told.voices if d is told.difference else NOT_FIRST,
                 raised_in=told.raised_in,
                 repro=repro_command(smallest, self.options),
                 occurrences=0,
                 set_elements=set_elements,
+                not_shrunk=self._not_shrunk(result, smallest, set_elements),
             )
         )
+
+    def _not_shrunk(self, result: Result, smallest: Case, set_elements: int | None) -> str:
+        """Say why a finding's case is no smaller; empty where it is zeros but for some elements."""
+        if not self.options.shrink:
+            return "nothing was to be shrunk"
+        if self.costly(result):
+            return f"a {result.status} takes too long to run into it again and again"
+        return shrink.kept(self.options.pair, smallest) if set_elements is None else ""
 
     def report(self) -> evidence.Lane:
         """Return what the lane did."""

@@ -46,9 +46,11 @@ def prove(executor: Executor, case: Case, forbidden: Sequence[str]) -> dict[str,
     Returns
     -------
     ``{"candidate": names, "candidate_ok": bool or None, "reference": names, "reference_ok": bool,
-    "executions": runs in this process or None}``; None where there is nothing to look for.
+    "executions": runs in this process or None}``; None where there is nothing to look for. Of a
+    candidate whose call raised, ``"error"`` says what.
 
     """
+    from equiv.blame import raised_by_call
     from equiv.domain import claim_of
     from equiv.execute import CaseRun
 
@@ -57,10 +59,16 @@ def prove(executor: Executor, case: Case, forbidden: Sequence[str]) -> dict[str,
     run.load(run.elements(case.fill.seed))
     loaded, pair = executor.loaded, executor.pair
     cuda = executor.device.startswith("cuda")
-    with executor.watched():
-        candidate = profiled(
-            lambda: pair.call(loaded.kernel, run.arena.tensors(), run.point, None), cuda=cuda
-        )
+    try:
+        with executor.watched():
+            candidate = profiled(
+                lambda: pair.call(loaded.kernel, run.arena.tensors(), run.point, None), cuda=cuda
+            )
+    except Exception as e:
+        if cuda:  # the device may be lost, which the worker looks into
+            raise
+        said, where = raised_by_call(e, pair, loaded)
+        return {"case": str(case), "error": f"its call raised {said}, in {where}"}
     run.load(run.storage)
     reference = profiled(lambda: pair.reference(run.arena.tensors(), run.point), cuda=cuda)
     count = loaded.executions() if loaded.executions else None

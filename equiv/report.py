@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from equiv import document
 from equiv.document import Block, Exact, Facts, Heading, Items, Line, Table, counted
+from equiv.domain import LANE_NAMES
 from equiv.evidence import EquivEvidence, FaultsEvidence
 from equiv.faults_report import faults_blocks
 from equiv.progress import Progress
@@ -86,6 +87,7 @@ def verdict_sentence(made: EquivEvidence) -> str:
         f"(profile {made.profile}, seed {made.seed}, {made.seconds:,.0f} s)"
     )
     head = f"{made.pair} on {made.device}: "
+    only = lanes_alone(made.lanes, LANE_NAMES)
     if made.verdict == "FAIL":
         failed = [c for c in made.candidates if c.state == "failed"]
         reasons = [f"{c.name}: {c.reason}" for c in failed if c.reason]
@@ -100,7 +102,15 @@ def verdict_sentence(made: EquivEvidence) -> str:
     declared = [u.id for c in made.candidates for u in c.ledger if u.state == "seen"]
     but = f", but for {', '.join(dict.fromkeys(declared))} of the ledger" if declared else ""
     verb = "gives" if len(ran) == 1 else "give"
-    return f"{head}{_and(ran)} {verb} the reference's bytes{but}; {amount}"
+    return f"{head}{_and(ran)} {verb} the reference's bytes{but}{only}; {amount}"
+
+
+def lanes_alone(ran: Sequence[str], every: Sequence[str]) -> str:
+    """Say which lanes a headline speaks of, where they aren't all; empty where they are."""
+    if set(every) <= set(ran):
+        return ""
+    word = "lane" if len(ran) == 1 else "lanes"
+    return f" in the {word} {_and(list(ran))} alone, {len(set(ran))} of {len(every)}"
 
 
 def _how(c: Candidate) -> str:
@@ -264,6 +274,8 @@ def finding_blocks(f: Finding, kinds: Mapping[str, str] = FINDINGS) -> Iterator[
     if f.set_elements is not None:
         set_ = f", with {counted(f.set_elements, 'element')} set" if f.set_elements else " alone"
         facts.append(("inputs", f"zeros{set_}"))
+    elif f.not_shrunk:
+        facts.append(("not shrunk", f.not_shrunk))
     yield Facts(tuple(facts))
     yield Line("Repeat it with")
     yield Exact((f.repro,))

@@ -14,6 +14,9 @@ UNDEFINED = "undefined"
 DECLARED = "declared"
 PASSING = (EQUAL, REFUSED, UNDEFINED, DECLARED)
 
+NOT_ALONE = "only after other cases in the same process: alone it passes"
+"""What a finding says of itself that its case alone doesn't show."""
+
 FINDINGS = {
     "divergence": "bytes differ from the reference",
     "unwritten": "bytes of the output were never written",

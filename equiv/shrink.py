@@ -261,5 +261,12 @@ def affordable(pair: OpPair, case: Case) -> bool:
     return size_of(pair, dict(case.point)) <= MAX_SEARCHED
 
 
+def kept(pair: OpPair, case: Case) -> str:
+    """Say why a failing case's inputs stayed as they were drawn."""
+    if not affordable(pair, case):
+        return f"its inputs stay as drawn: more than {MAX_SEARCHED:,} elements"
+    return "its inputs stay as drawn: with zeros but for some elements it wasn't seen to fail"
+
+
 MAX_SEARCHED = 1 << 26
 """Input elements above which a case's bytes are left as they are."""

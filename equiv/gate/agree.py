@@ -56,6 +56,16 @@ def disagreements(pieces: Sequence[Piece], policy: Policy, commit: str | None) -
     return found
 
 
+def without_folder(name: str) -> str:
+    """Return the name of somebody's own kernel without the folder from which it was reached.
+
+    ``kernels/my_pack.py:kv_pack`` and ``my_pack.py:kv_pack`` are one candidate, seen from two
+    working directories; two files of one name have digests that differ.
+    """
+    where, colon, function = name.rpartition(":")
+    return f"{Path(where).name}{colon}{function}" if where.endswith(".py") else name
+
+
 def commit_of(pieces: Iterable[Piece]) -> str:
     """Return the commit that evidence states; empty where none does."""
     return next((c for p in pieces for c in _commits_of(p)), "")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from equiv import document
-from equiv.command import needing
+from equiv.command import needing, nothing_before
 from equiv.errors import UsageError
 
 gate_app = typer.Typer(
@@ -59,6 +59,7 @@ def gate(
 ) -> None:
     """Run what a policy asks for, or judge evidence that is there, and give one verdict."""
     if context.invoked_subcommand is not None:
+        nothing_before(context)
         return
     unknown = [x for x in require or () if x not in REQUIRES]
     if unknown:

@@ -9,6 +9,7 @@ from typing import Any
 
 from equiv.document import counted
 from equiv.gate import servers
+from equiv.gate.agree import without_folder
 from equiv.gate.collect import Piece
 from equiv.gate.policy import PROFILES, Policy
 from equiv.gate.record import State
@@ -57,11 +58,12 @@ def _kernel(pieces: Sequence[Piece], policy: Policy, findings: Findings) -> None
         for c in p.made.candidates:
             _candidate(c, asked.ledger, findings)
             if c.lanes:
-                lanes = covered.setdefault(c.name, set())
+                lanes = covered.setdefault(without_folder(c.name), set())
                 lanes.update(x.lane for x in c.lanes if x.state == "passed" and p in enough)
         findings.failed += _ledger("the reference", p.made.reference_ledger, asked.ledger)
         _word(p, findings)
-    for name in dict.fromkeys([*asked.candidates, *sorted(covered)]):
+    wanted = map(without_folder, asked.candidates)
+    for name in dict.fromkeys([*wanted, *sorted(covered)]):
         if name not in covered:
             findings.missing.append(f"candidate {name} wasn't run")
             continue

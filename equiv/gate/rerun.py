@@ -1,8 +1,8 @@
-"""Recorded cases, run again: their hashes, and whether they still pass or fail.
+"""Recorded cases of the kernel layer, run again: their hashes, and whether they pass or fail.
 
 Inputs follow from the case alone, so their hash must come out anywhere. Outputs are the stock ops':
 theirs is compared where the device is of the same kind and torch (for the loop vLLM as well) of the
-same version; elsewhere it isn't covered.
+same version; elsewhere it isn't covered. ``rerun_loop`` does the same for the loop.
 """
 
 from __future__ import annotations
@@ -19,39 +19,43 @@ from equiv.case import Case, parse
 from equiv.document import counted
 from equiv.errors import BytegateError, UsageError
 from equiv.gate.collect import Piece
-from equiv.result import PASSING, Result
+from equiv.result import NOT_ALONE, PASSING, Result
 
 Told = tuple[str, Literal["holds", "differs", "not covered"], str]
 """What was looked at, how it came out, and details."""
 
 SECONDS = 120.0
 """After which no further case of a file is started."""
-ONE_BY_ONE = ("edges", "ragged", "fp8", "real", "strides")
-"""Lanes of the loop whose cases run by themselves."""
+FAULTS = "planted faults, on their smallest cases"
 
 
 def rerun(piece: Piece, pick: random.Random, count: int, library: str | None) -> Iterator[Told]:
     """Run a random sample of a file's cases again."""
-    if piece.layer == "kernel":
+    from equiv.gate import rerun_loop
+
+    if not count:
+        yield "recorded cases", "not covered", "none was asked for (--cases 0)"
+        if piece.layer == "kernel":
+            yield from sources((c.name, c.source_sha256) for c in piece.made.candidates)
+        elif piece.layer == "loop":
+            yield from sources([(piece.made.pack, piece.made.pack_sha256)])
+    elif piece.layer == "kernel":
         lanes = [x for c in piece.made.candidates for x in c.lanes]
-        yield from _sources(piece)
-        yield from _kernel(
-            piece, _some([s for x in lanes for s in x.samples], pick, count), library
-        )
-        yield from _findings(
-            piece, _some([f for x in lanes for f in x.findings], pick, count), library
-        )
-    elif piece.layer == "loop":
-        samples = [s for x in piece.made.lanes if x.lane in ONE_BY_ONE for s in x.samples]
-        yield from _loop(piece, _some(samples, pick, count))
+        yield from sources((c.name, c.source_sha256) for c in piece.made.candidates)
+        yield from _kernel(piece, some([s for x in lanes for s in x.samples], pick, count), library)
+        found = some([f for x in lanes for f in x.findings], pick, count)
+        yield from _findings(piece, found, library)
     elif piece.layer == "kernel_faults":
         rows = [r for r in piece.made.faults if r.outcome == "caught" and r.smallest]
-        yield from _faults(piece, _some(rows, pick, count), library)
+        yield from _faults(piece, some(rows, pick, count), library)
+    elif piece.layer == "loop":
+        yield from rerun_loop.loop(piece, pick, count)
     else:
-        yield "planted faults, on their smallest cases", "not covered", "each needs vLLM changed"
+        yield from rerun_loop.faults(piece, pick, count)
 
 
-def _some(items: list[Any], pick: random.Random, count: int) -> list[Any]:
+def some(items: list[Any], pick: random.Random, count: int) -> list[Any]:
+    """Pick so many of some items, all where there are fewer."""
     return pick.sample(items, min(count, len(items)))
 
 
@@ -138,7 +142,7 @@ def elsewhere(there: Mapping[str, Any], device: str, names: Iterable[str] = ("to
     return ""
 
 
-def _device_here(recorded: str) -> str:
+def device_here(recorded: str) -> str:
     """Return the device to run a case on: of the recorded kind where there is one."""
     import torch
 
@@ -152,7 +156,7 @@ def _kernel(piece: Piece, samples: list[Any], library: str | None) -> Iterator[T
     if not samples:
         yield "recorded cases", "not covered", "none has a hash"
         return
-    device = _device_here(piece.made.device)
+    device = device_here(piece.made.device)
     tally = Tally(elsewhere(piece.environment, device))
     own_ledger = "--ledger" in shlex.split(piece.made.command)
     start = time.monotonic()
@@ -172,38 +176,86 @@ def _kernel(piece: Piece, samples: list[Any], library: str | None) -> Iterator[T
     yield from tally.told()
 
 
-def _sources(piece: Piece) -> Iterator[Told]:
-    """Compare the sources of somebody's own kernels with what was recorded of them."""
+def sources(named: Iterable[tuple[str, str]]) -> Iterator[Told]:
+    """Compare the sources of somebody's own kernels, by name, with their recorded digests."""
     from equiv.candidates import source_sha256
 
-    for c in piece.made.candidates:
-        here = source_sha256(c.name) if c.source_sha256 else ""
-        what = f"the source of {c.name}"
-        if here and here != c.source_sha256:
-            yield what, "differs", f"it is {here[:12]} here, and {c.source_sha256[:12]} is recorded"
-        elif here:
-            yield what, "holds", here[:12]
-        elif c.source_sha256:
+    for name, recorded in named:
+        if not recorded:
+            continue
+        here, what = source_sha256(name), f"the source of {name}"
+        if not here:
             yield what, "not covered", "it isn't here"
+        elif here != recorded:
+            yield what, "differs", f"it is {here[:12]} here, and {recorded[:12]} is recorded"
+        else:
+            yield what, "holds", here[:12]
+
+
+def other_device(piece: Piece) -> str:
+    """Say why a file's cases can't run on the device that they ran on; empty where they can."""
+    device, recorded = device_here(piece.made.device), str(piece.made.device)
+    same = device.partition(":")[0] == recorded.partition(":")[0]
+    return "" if same else f"made on {recorded}, and this is {device}"
 
 
 def _findings(piece: Piece, rows: list[Any], library: str | None) -> Iterator[Told]:
     """Run the cases of findings again: each must fail again, where its candidate can be had."""
-    device = _device_here(piece.made.device)
-    if not rows or device.partition(":")[0] != str(piece.made.device).partition(":")[0]:
-        return
-    failed = 0
-    for f in rows:
-        try:
-            result, as_recorded = _run(_case(f.case, device)[0], library)
-        except BytegateError:
+    why = other_device(piece)
+    if "--ledger" in shlex.split(piece.made.command):
+        why = why or "judged by a ledger that isn't the suite's (--ledger)"
+    if rows and why:
+        yield "findings", "not covered", f"{counted(len(rows), 'finding')}: {why}"
+    again = Again()
+    for f in () if why else rows:
+        if again.late(f.case) or again.not_alone(f, NOT_ALONE):
             continue
-        if as_recorded and result.status in PASSING:
-            yield "a finding", "differs", f"its case passes: {f.case}"
-        elif as_recorded:
-            failed += 1
-    if failed:
-        yield "findings", "holds", f"{failed} of {len(rows)} picked fail again"
+        try:
+            result, as_recorded = _run(_case(f.case, device_here(piece.made.device))[0], library)
+        except BytegateError as e:
+            again.left.append(f"{f.case}: {e}")
+            continue
+        if not as_recorded:
+            again.left.append(f"{f.case}: its candidate can't be had here")
+        elif result.status in PASSING:
+            again.wrong.append(f.case)
+        else:
+            again.failed += 1
+    yield from again.told("findings", "a finding", "its case passes")
+
+
+@dataclass
+class Again:
+    """What came of cases that have to fail again."""
+
+    failed: int = 0
+    wrong: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+
+    def late(self, line: str) -> bool:
+        """Whether it is too late to start another case."""
+        if time.monotonic() - self.start <= SECONDS:
+            return False
+        self.left.append(f"{line}: not started after {SECONDS:.0f} s")
+        return True
+
+    def not_alone(self, finding: Any, words: str) -> bool:
+        """Whether a finding says of itself that its case alone doesn't show it."""
+        if words not in finding.detail:
+            return False
+        self.left.append(f"{finding.case}: it showed {words}")
+        return True
+
+    def told(self, many: str, one: str, passes: str) -> Iterator[Told]:
+        """Yield what came of it."""
+        for line in self.wrong:
+            yield one, "differs", f"{passes}: {line}"
+        if self.failed:
+            yield many, "holds", f"{self.failed} of the picked fail again"
+        if self.left:
+            text = f"{counted(len(self.left), 'case')} not repeated: {self.left[0]}"
+            yield many, "not covered", text
 
 
 def _case(line: str, device: str) -> tuple[Case | None, bool]:
@@ -246,52 +298,24 @@ def _run(case: Case | None, library: str | None) -> tuple[Result, bool]:
 
 
 def _faults(piece: Piece, rows: list[Any], library: str | None) -> Iterator[Told]:
-    what = "planted faults, on their smallest cases"
-    device = _device_here(piece.made.device)
-    if device.partition(":")[0] != str(piece.made.device).partition(":")[0]:
-        yield what, "not covered", f"they ran on {piece.made.device}, and this is {device}"
-        return
-    found = 0
-    for r in rows:
-        case, _ = _case(r.smallest, device)
-        result, as_recorded = _run(case, library)
-        if not as_recorded:
-            yield f"fault {r.id}", "not covered", f"{r.candidate} can't be had here"
-        elif result.status in PASSING:
-            yield f"fault {r.id}", "differs", f"its smallest case passes: {r.smallest}"
-        else:
-            found += 1
-    if found:
-        yield what, "holds", f"{found} of {len(rows)} picked fail again"
-
-
-# -- the loop layer ------------------------------------------------------------------------
-
-
-def _loop(piece: Piece, samples: list[Any]) -> Iterator[Told]:
-    from equiv.loop import api, case
-    from equiv.loop.run import run
-
-    device = _device_here(piece.made.device)
-    if device.partition(":")[0] != str(piece.made.device).partition(":")[0]:
-        yield "recorded cases", "not covered", f"made on {piece.made.device}, and this is {device}"
-        return
-    try:
-        api.prepare(device, ())
-    except BytegateError as e:
-        yield "recorded cases", "not covered", str(e)
-        return
-    tally = Tally(elsewhere(piece.environment, device, ("torch", "vllm")))
-    here = environment.collect(device, None)
-    models = [str((e.get("cpu") or {}).get("model")) for e in (piece.environment, here)]
-    if not tally.elsewhere and device == "cpu" and models[0] != models[1]:
-        tally.elsewhere = f"made on {models[0]}, and this is {models[1]}"  # sums in another order
-    for s in samples:
-        try:
-            one = case.parse(s.case)
-            pack, _ = api.load_pack(one.pack, device)
-        except BytegateError as e:
-            tally.left.append(f"{s.case}: {e}")
+    why = other_device(piece)
+    if why:
+        yield FAULTS, "not covered", why
+    again = Again()
+    for r in () if why else rows:
+        if again.late(r.smallest):
             continue
-        tally.add(s, run(one, pack), outputs=True, passes=True)
-    yield from tally.told()
+        try:
+            result, as_recorded = _run(
+                _case(r.smallest, device_here(piece.made.device))[0], library
+            )
+        except BytegateError as e:
+            again.left.append(f"fault {r.id}: {e}")
+            continue
+        if not as_recorded:
+            again.left.append(f"fault {r.id}: {r.candidate} can't be had here")
+        elif result.status in PASSING:
+            again.wrong.append(f"fault {r.id}, {r.smallest}")
+        else:
+            again.failed += 1
+    yield from again.told(FAULTS, "a planted fault", "its smallest case passes")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from equiv.document import Block, Facts, Heading, Table
+from equiv.document import Block, Facts, Heading, Table, counted
 from equiv.errors import ExitCode, UsageError
 from equiv.files import sha256
 from equiv.gate import collect, record, servers
@@ -25,11 +25,18 @@ Outcome = Literal["holds", "differs", "damaged", "not covered"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    whole : whether it is about the file by itself, and not about what it records.
+
+    """
 
     what: str
     outcome: Outcome
     detail: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,24 +60,36 @@ class Options:
 
 @dataclass
 class Verified:
-    """All checks of a file."""
+    """All checks of a file; ``asked`` is whether anything but the file itself was to be looked at.
+
+    A file that is whole, and of which nothing could be made again, isn't verified: the same words
+    would then be said of figures that somebody made up.
+    """
 
     checks: list[Check] = field(default_factory=list)
+    asked: bool = True
 
     @property
     def exit_code(self) -> ExitCode:
-        """1 where something comes out otherwise, 4 where a file is damaged or nothing held."""
+        """1 where something comes out otherwise, 4 where a file is damaged or nothing held.
+
+        The verdict that the file records doesn't matter: that of FAIL can be verified.
+        """
         outcomes = {c.outcome for c in self.checks}
         if "damaged" in outcomes:
             return ExitCode.INVALID
         if "differs" in outcomes:
             return ExitCode.FAIL
-        return ExitCode.PASS if "holds" in outcomes else ExitCode.INVALID
+        held = any(c.outcome == "holds" and not (c.whole and self.asked) for c in self.checks)
+        return ExitCode.PASS if held else ExitCode.INVALID
 
     @property
     def word(self) -> str:
         """The verdict on the file."""
-        return {0: "VERIFIED", 1: "DIFFERS"}.get(int(self.exit_code), "NOT VERIFIED")
+        left = sum(c.outcome == "not covered" for c in self.checks)
+        but = f", but for {counted(left, 'line')} NOT COVERED" if left else ""
+        words = {0: f"VERIFIED{but}", 1: "DIFFERS"}
+        return words.get(int(self.exit_code), "NOT VERIFIED")
 
 
 def verify(path: Path, options: Options) -> Verified:
@@ -87,7 +106,7 @@ def verify(path: Path, options: Options) -> Verified:
             "or ppl.json"
         )
     if _is_verdict(path):
-        return Verified(list(_gate(path, options)))
+        return Verified(list(_gate(path, options)), asked=options.cases > 0)
     try:
         piece = collect.read(path, path.name, unsealed=True)
     except UsageError as e:
@@ -95,7 +114,8 @@ def verify(path: Path, options: Options) -> Verified:
     if piece is None or piece.layer == "perf":
         raise UsageError(f"{path} isn't evidence of a layer, nor a gate's verdict")
     stores = [*_stores([path.parent]), *_stores(options.folders)]
-    return Verified(list(_piece(piece, options, stores)))
+    asked = options.cases > 0 or piece.layer == "servers"
+    return Verified(list(_piece(piece, options, stores)), asked=asked)
 
 
 def _is_verdict(path: Path) -> bool:
@@ -113,7 +133,7 @@ def _stores(folders: Iterable[Path]) -> list[Path]:
 def _piece(piece: collect.Piece, options: Options, stores: Sequence[Path]) -> list[Check]:
     """Check the evidence of one layer, which was read and so is whole."""
     told = f"{piece.sha256[:12]}; it says {piece.made.verdict}"
-    whole = Check(f"{piece.name}: digest, schema, counts", "holds", told)
+    whole = Check(f"{piece.name}: digest, schema, counts", "holds", told, whole=True)
     if not piece.made.content_sha256:
         text = "it has none, of an older bytegate: what leaves it consistent can't be seen"
         whole = Check(f"{piece.name}: its digest of itself", "not covered", text)
@@ -150,7 +170,7 @@ def _gate(path: Path, options: Options) -> list[Check]:
         made = record.read(path)
     except UsageError as e:
         return [Check(path.name, "damaged", str(e))]
-    checks = [Check(f"{path.name}: digest, schema, verdict", "holds", made.verdict)]
+    checks = [Check(f"{path.name}: digest, schema, verdict", "holds", made.verdict, whole=True)]
     found = collect.Collected()
     for f in made.files:
         check, piece = _found(f, path.parent, options.folders)
@@ -183,9 +203,8 @@ def _found(
         if sha256(p) != f.sha256:
             continue
         try:
-            return Check(f"{f.name}: the file that the gate read", "holds", f.sha256[:12]), (
-                collect.read(p, f.name)
-            )
+            what = f"{f.name}: the file that the gate read"
+            return Check(what, "holds", f.sha256[:12], whole=True), collect.read(p, f.name)
         except UsageError as e:
             return Check(f.name, "damaged", str(e)), None
     return Check(

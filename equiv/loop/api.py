@@ -18,7 +18,7 @@ from equiv.candidates import source_sha256
 from equiv.errors import ExitCode, NotCovered, UsageError
 from equiv.loop import campaign, case, isolate, lanes
 from equiv.loop.confirm import confirm
-from equiv.loop.run import FINDINGS
+from equiv.loop.result import FINDINGS
 from equiv.profiles import default_name, profile_of, seed_of
 from equiv.stopping import as_interrupt
 
@@ -86,10 +86,11 @@ def prepare(device: str | None, patches: Sequence[str]) -> tuple[str, list[str]]
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     try:
         stand_ins = _stand_ins(found)
-        for patch in patches:
-            _apply(patch, resolve(patch))
     except UnknownVLLM as error:
         raise LoopUnavailable(f"the loop layer can't run here: {error}") from None
+    try:
+        for patch in patches:
+            _apply(patch, resolve(patch))
     except RouteError as error:
         raise UsageError(f"--patch: {error}") from None
     return found, stand_ins

@@ -19,7 +19,8 @@ from hypothesis.errors import Flaky, NoSuchExample
 from equiv import evidence
 from equiv.loop import lanes, shrink
 from equiv.loop.case import LoopCase
-from equiv.loop.run import EQUAL, REFUSED, Result, run
+from equiv.loop.result import EQUAL, REFUSED, Result
+from equiv.loop.run import run
 from equiv.profiles import Profile, settings_of
 
 MAX_SIGNATURES = 4
@@ -86,7 +87,8 @@ class LaneRun:
         self.missing: list[str] = []
         self.start = time.monotonic()
         default = plan.draws.get(options.profile.name, 0)
-        self.draws = 0 if plan.drawn is None else options.draws or default
+        asked = default if options.draws is None else options.draws
+        self.draws = 0 if plan.drawn is None else asked
         self._random = Random(options.seed)
 
     def go(self) -> evidence.Lane:

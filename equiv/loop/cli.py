@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from equiv.command import nothing_before
 from equiv.loop.lanes import LANES
 from equiv.profiles import PROFILES
 from equiv.progress import Progress
@@ -45,6 +46,7 @@ def loop(
 ) -> None:
     """Run vLLM's own context-parallel prefill loop with and without a pack, on drawn batches."""
     if context.invoked_subcommand is not None:
+        nothing_before(context)
         return
     from equiv.cli import command_line
     from equiv.loop.api import LoopRequest, run_loop
@@ -92,7 +94,9 @@ def faults(
     out: Annotated[Path, typer.Option(help="Folder for faults.json.")] = Path("out/loop-faults"),
     clean_cases: Annotated[
         int | None,
-        typer.Option(min=0, help="Cases drawn in each lane of the false-alarm run."),
+        typer.Option(
+            min=0, help="Cases drawn in each lane of the false-alarm run; 0 leaves that run out."
+        ),
     ] = None,
 ) -> None:
     """Plant L01 to L14 in vLLM: each must be caught, and nothing clean or harmless flagged."""

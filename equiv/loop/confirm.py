@@ -18,6 +18,8 @@ from equiv.errors import ExitCode
 from equiv.loop import lanes
 from equiv.loop.campaign import Options, campaign_command
 
+NOT_ALONE = "alone in a fresh process this case is no finding: it depends on what ran before it"
+"""What such a finding says of itself."""
 TIMEOUT_S = 300.0
 """Most of a repetition is the import of vLLM."""
 
@@ -51,8 +53,7 @@ def _confirmed(
     return dataclasses.replace(
         finding,
         case=finding.found,
-        detail=f"{finding.detail}; alone in a fresh process this case is no finding: it depends on "
-        "what ran before it",
+        detail=f"{finding.detail}; {NOT_ALONE}",
         repro=campaign_command(options, ran),
     )
 

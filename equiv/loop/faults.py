@@ -30,6 +30,9 @@ TWIN_CASES = 60
 CLEAN_CASES = {"dev": 200, "gate": 1_700, "nightly": 20_000}
 """Cases of the false-alarm run drawn in each of ``ragged`` and ``fp8``; ``edges`` come on top."""
 
+NO_ALARMS: dict[str, Any] = {"alarms": [], "candidates": {}, "worst_share": 0.0}
+"""What a run without clean cases has of them."""
+
 
 @dataclass(frozen=True)
 class LoopFaultsRequest:
@@ -87,7 +90,9 @@ def run_faults(
         progress(number, "faults", index, len(wanted))
         rows.append(fault_row(number, LOOP_TITLES[number], options))
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
-    alarms = in_child(_false_alarms, options, cases, progress=progress)
+    alarms = NO_ALARMS | (
+        in_child(_false_alarms, options, cases, progress=progress) if cases else {}
+    )
     alarms["stand_ins"] = stand_ins
     alarms["cases"] = sum(alarms["candidates"].values())
     bad = any(row.outcome != "caught" for row in rows) or bool(alarms["alarms"])
@@ -197,6 +202,31 @@ def _false_alarms(options: campaign.Options, cases: int) -> dict[str, Any]:
         "candidates": counts,
         "worst_share": worst,
     }
+
+
+def fails_again(faulty: str, line: str) -> bool:
+    """Plant a fault in a process of its own, and tell whether a case fails with it.
+
+    Raises
+    ------
+    UsageError : the fault, the case or its pack isn't known here.
+
+    """
+    from kvroute.faults import LOOP_TITLES, patch_of
+
+    one = case.parse(line)
+    pack, _ = api.load_pack(one.pack, one.device)
+    known = [patch_of(number) for number in LOOP_TITLES]
+    if faulty not in known:
+        raise UsageError(f"{faulty or 'no patch'} is none of the loop's faults")
+    return bool(in_child(_planted, faulty, one, pack)["failed"])
+
+
+def _planted(faulty: str, one: case.LoopCase, pack: Callable[..., Any]) -> dict[str, Any]:
+    from kvroute.settings import resolve
+
+    resolve(faulty)()
+    return {"failed": run(one, pack).failed}
 
 
 def in_child(work: Callable[..., dict[str, Any]], *arguments: Any, **_: Any) -> dict[str, Any]:

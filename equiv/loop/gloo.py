@@ -27,7 +27,9 @@ from equiv import evidence
 from equiv.loop import harmless, payload, world
 from equiv.loop.campaign import Options, campaign_command, finding_of, lane_of
 from equiv.loop.case import LoopCase, parse
-from equiv.loop.run import EQUAL, Result, digest, pack_keyword, run
+from equiv.loop.result import EQUAL, Result
+from equiv.loop.run import pack_keyword, run
+from equiv.loop.spy import digest
 from equiv.patience import stretched
 
 CASES = {

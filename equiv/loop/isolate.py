@@ -21,7 +21,8 @@ from equiv.errors import BytegateError
 from equiv.loop import campaign
 from equiv.loop.campaign import Options
 from equiv.loop.case import LoopCase, parse
-from equiv.loop.run import Result, run
+from equiv.loop.result import Result
+from equiv.loop.run import run
 from equiv.patience import stretched
 
 HANG_S = 90.0

@@ -11,7 +11,8 @@ from equiv import document, report
 from equiv.document import Block, Facts, Heading, Items, Line, Table, counted
 from equiv.evidence import FaultsEvidence, LoopEvidence
 from equiv.faults_report import faults_blocks
-from equiv.loop.run import FINDINGS
+from equiv.loop.api import default_lanes
+from equiv.loop.result import FINDINGS
 
 
 def show_loop(made: LoopEvidence, path: Path | None = None, file: TextIO | None = None) -> None:
@@ -72,7 +73,9 @@ def verdict_sentence(made: LoopEvidence) -> str:
         lacking = ", ".join(x.lane for x in made.lanes if x.state == "not covered") or "every lane"
         return f"{head}no difference was found, and {lacking} lacks cases; {amount}"
     dense = ", and both inside the dense reference's bound" if _checked(made) else ""
-    return f"{head}the bytes of the loop without it{dense}; {amount}"
+    every = default_lanes(made.device)
+    only = report.lanes_alone([x.lane for x in made.lanes], every)
+    return f"{head}the bytes of the loop without it{dense}{only and f',{only}'}; {amount}"
 
 
 def _checked(made: LoopEvidence) -> int:

@@ -261,3 +261,13 @@ def strided_only(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
     if kv_nope.shape[0] > 1 and kv_nope.stride(1) > 256:
         bits(v)[1, 0, 0] ^= 1
     return k, v
+
+
+def takes_two(kv_nope: Tensor, k_pe: Tensor) -> Pack:
+    """Takes other arguments than the pair hands it."""
+    return CLEAN(kv_nope, k_pe, False)
+
+
+def calls_takes_two(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Takes what the pair hands it, and calls something else wrongly."""
+    return takes_two(kv_nope, k_pe, use_fp8)  # type: ignore[call-arg]

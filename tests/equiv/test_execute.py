@@ -114,6 +114,21 @@ def test_a_difference_says_where_and_who(run_here: Here, bad: Bad, line: Line) -
     assert result.voices == "the oracle agrees with the reference: the candidate is wrong"
 
 
+def test_a_call_that_a_kernel_does_not_take_is_the_kernel_s(
+    run_here: Here, bad: Bad, line: Line
+) -> None:
+    result = run_here(bad("takes_two"), line())
+    assert result.status == "raised"
+    assert "takes 2 positional arguments but 3 were given" in result.detail
+    says = "the candidate can't be called as pair kvpack calls it; it takes (kv_nope: "
+    assert says in result.detail
+    assert result.raised_in == bad("takes_two")
+    inside = run_here(bad("calls_takes_two"), line())
+    assert "takes 2 positional arguments but 3 were given" in inside.detail
+    assert "can't be called" not in inside.detail
+    assert inside.raised_in.endswith("bad_kernels:calls_takes_two")
+
+
 def test_an_exception_names_the_function_in_the_kernel_s_module(
     run_here: Here, bad: Bad, line: Line
 ) -> None:

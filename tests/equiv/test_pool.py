@@ -133,6 +133,16 @@ def test_a_kernel_that_dies_while_it_is_profiled_is_no_end(
         assert w.run(parse(line(H=1))).status == "equal"
 
 
+def test_a_kernel_that_raises_while_it_is_profiled_is_no_failure_of_the_suite(
+    worker: Callable[..., Worker], line: Line
+) -> None:
+    with worker("takes_two") as w:
+        said = w.prove(parse(line()), ())["error"]
+        assert said.startswith("its call raised TypeError: takes_two() takes 2 positional")
+        assert "the suite failed" not in said
+        assert w.run(parse(line())).status == "raised"
+
+
 def test_a_profile_names_what_ran(worker: Callable[..., Worker], line: Line) -> None:
     with worker("clean") as w:
         proof = w.prove(parse(line()), ("no_such_kernel",))

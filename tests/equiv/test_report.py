@@ -25,6 +25,7 @@ from equiv.evidence import (
     Lane,
     LedgerUse,
 )
+from equiv.lanes import LANES
 from equiv.progress import BARS, EVERY_S, SHARE, Progress
 
 CASE = (
@@ -211,8 +212,9 @@ def row(text: str, first: str) -> list[str]:
 def test_the_first_line_is_the_verdict_and_so_is_the_last() -> None:
     lines = shown(GOOD).splitlines()
     assert lines[0] == (
-        "PASS  kvpack on cpu: triton gives the reference's bytes, but for D1 of the ledger; "
-        "1,520 cases, 12.34 GB compared (profile gate, seed 7, 182 s)"
+        "PASS  kvpack on cpu: triton gives the reference's bytes, but for D1 of the ledger "
+        "in the lanes shapes and strides alone, 2 of 6; 1,520 cases, 12.34 GB compared (profile "
+        "gate, seed 7, 182 s)"
     )
     assert lines[-1] == "PASS  exit code 0; evidence in out/equiv.json"
     lines = shown(BAD).splitlines()
@@ -290,6 +292,28 @@ def test_an_exception_names_its_place() -> None:
     assert "oracle" not in text.partition("Finding 1")[2]
     assert "inputs" not in text.partition("Finding 1")[2]
     assert "first as" not in text
+
+
+def test_what_was_not_shrunk_says_why() -> None:
+    why = "a hang takes too long to run into it again and again"
+    f = finding(kind="hang", voices="", set_elements=None, not_shrunk=why)
+    text = shown(made("FAIL", 1, candidate("a", "failed", lane(findings=[f], state="failed"))))
+    assert re.search(rf"not shrunk +{why}", text)
+    assert "not shrunk" not in shown(BAD)
+
+
+@pytest.mark.parametrize(
+    ("ran", "says"),
+    [
+        (["patterns"], " in the lane patterns alone, 1 of 6;"),
+        (["patterns", "modes"], " in the lanes patterns and modes alone, 2 of 6;"),
+        (list(LANES), "but for D1 of the ledger; "),
+    ],
+)
+def test_a_headline_says_that_it_is_of_some_lanes(ran: list[str], says: str) -> None:
+    some = dataclasses.replace(GOOD, lanes=ran)
+    assert says in report.verdict_sentence(some)
+    assert ("alone" in report.verdict_sentence(some)) == (len(ran) < len(LANES))
 
 
 def test_the_ledger_is_counted_by_dtype_and_place() -> None:

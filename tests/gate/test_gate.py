@@ -290,6 +290,39 @@ def test_a_candidate_that_must_run_and_did_not(tree: Path) -> None:
     assert "candidate fast wasn't run" in done.said
 
 
+@pytest.mark.parametrize(
+    ("stated", "asked", "code"),
+    [
+        ("my_pack.py:kv_pack", "my_pack.py:kv_pack", 0),
+        ("src/my_pack.py:kv_pack", "my_pack.py:kv_pack", 0),
+        ("../my_pack.py:kv_pack", "./src/my_pack.py:kv_pack", 0),
+        ("src/my_pack.py:kv_pack", "my_pack.py:other", 4),
+        ("src/your_pack.py:kv_pack", "my_pack.py:kv_pack", 4),
+    ],
+)
+def test_a_candidate_is_the_same_from_another_folder(
+    stated: str, asked: str, code: int, tree: Path
+) -> None:
+    """A file's path follows the working directory; what it is, its digest says."""
+    made = equiv(candidates=[candidate("inductor"), candidate(stated)])
+    evidence.write(tree / "cpu" / "equiv" / "equiv.json", made)
+    shutil.rmtree(tree / "gpu")
+    policy = f'[kernel]\ncandidates = ["{asked}"]\n[loop]\npack = "my_pack:kv_pack"\n'
+    (tree / "policy.toml").write_text(policy, encoding="utf-8")
+    done = gate(tree)
+    assert done.code == code, done.said
+    assert ("wasn't run" in done.said) == bool(code)
+
+
+def test_two_files_of_one_name_are_not_one_candidate(tree: Path) -> None:
+    other = dataclasses.replace(candidate("b/my_pack.py:kv_pack"), source_sha256="9" * 64)
+    made = equiv(candidates=[candidate("a/my_pack.py:kv_pack"), other])
+    evidence.write(tree / "cpu" / "equiv" / "equiv.json", made)
+    done = gate(tree)
+    assert done.code == 4
+    assert "candidates differ: my_pack has other sources" in done.said
+
+
 def test_arrays_that_stayed_behind_are_said_and_can_be_required(tree: Path) -> None:
     shutil.rmtree(tree / "ppl" / "scores")
     done = gate(tree)

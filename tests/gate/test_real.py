@@ -1,58 +1,24 @@
-"""Real runs: a fault put in where it belongs fails the gate with the right layer and reason.
+"""Real runs: a faulty pack fails the gate, and what a run recorded comes out again when verified.
 
-A few kinds run always; the whole catalogue is nightly. The harmless change and the clean twins, run
-the same way, pass. What a run recorded comes out again when it is verified.
+The catalogue's faults up to the gate's verdict are in ``test_catalogue.py``.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from catalogue import judged, loop, policy
 from evidence_tree import bytegate, edit
 
 from equiv.pairs import load_pair
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS = {"K06": "divergence", "K04": "crash", "K15": "out_of_bounds", "K16": "unwritten"}
-"""Faults that run before a merge, one of a kind, and the kind that is found."""
-
 PAIR = load_pair("kvpack")
 FAULTS = [f for f in PAIR.faults if not f.needs]
-
-
-def policy(folder: Path, **tables: str) -> Path:
-    """Write a policy that requires one layer."""
-    text = {
-        "kernel": 'required = "no"',
-        "loop": 'required = "no"',
-        "servers": 'required = "no"',
-        "faults": 'kernel = "no"\nloop = "no"',
-        **tables,
-    }
-    path = folder / "policy.toml"
-    path.write_text("".join(f"[{k}]\n{v}\n" for k, v in text.items()), encoding="utf-8")
-    return path
-
-
-def judged(folder: Path, **tables: str) -> Any:
-    words = ("--policy", str(policy(folder, **tables)), "--out", str(folder / "gate"))
-    return bytegate("gate", "--from", str(folder), *words)
-
-
-def kernel(folder: Path, candidate: str, lane: str) -> Any:
-    """Run one lane for a candidate, and judge it."""
-    words = ("--candidate", candidate, "--lane", lane, "--profile", "dev", "--device", "cpu")
-    ran = bytegate("equiv", *words, "--out", str(folder / "equiv"))
-    done = judged(folder, kernel=f'candidates = ["{candidate}"]\nlanes = ["{lane}"]')
-    assert ran.code == done.code, ran.said
-    return done
 
 
 @pytest.fixture(autouse=True)
@@ -61,77 +27,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(f, id=f.id, marks=[] if f.id in ALWAYS else [pytest.mark.nightly])
-        for f in FAULTS
-    ],
-)
-def test_a_faulty_kernel_fails_the_kernel_layer(fault: Any, tmp_path: Path) -> None:
-    faulty, clean = tmp_path / "faulty", tmp_path / "clean"
-    done = kernel(faulty, fault.faulty, fault.lane)
-    assert done.code == 1
-    kind = ALWAYS.get(fault.id, "")
-    assert f"kernel on cpu: failed: {fault.faulty}, lane {fault.lane}: {kind}" in done.said
-    twin = kernel(clean, fault.clean, fault.lane)
-    assert twin.code == 0, twin.said
-    assert "bytegate gate: PASS" in twin.said
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(h, id=h.id, marks=[] if i == 0 else [pytest.mark.nightly])
-        for i, h in enumerate(PAIR.harmless)
-    ],
-)
-def test_a_harmless_change_passes(variant: Any, tmp_path: Path) -> None:
-    done = kernel(tmp_path, variant.faulty, "shapes")
-    assert done.code == 0, done.said
-
-
 # -- the loop -----------------------------------------------------------------------------
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM to run its loop"
 )
-LOOP_LANES = 'lanes = ["edges"]\ncpu_lanes = []'
-
-
-def loop(folder: Path, *words: str) -> int:
-    """Run one lane of the loop in a process of its own, since a patch changes vLLM for good."""
-    path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    options = ("--lane", "edges", "--profile", "dev", "--device", "cpu", *words)
-    done = subprocess.run(
-        [sys.executable, "-m", "equiv.loop", *options, "--out", str(folder / "loop")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert (folder / "loop" / "loop.json").is_file(), done.stderr
-    return done.returncode
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    "number", ["L07", *[pytest.param(n, marks=pytest.mark.nightly) for n in ("L01", "L10", "L11")]]
-)
-def test_a_faulty_loop_fails_the_loop_layer(number: str, tmp_path: Path) -> None:
-    from kvroute.faults import clean_of, patch_of
-
-    assert loop(tmp_path / "faulty", "--patch", patch_of(number)) == 1
-    done = judged(tmp_path / "faulty", loop=LOOP_LANES)
-    assert done.code == 1
-    assert "vLLM's loop on cpu: failed: lane edges:" in done.said
-    # The twin runs the same way, so its patch changes vLLM too: no evidence of vLLM's own loop.
-    assert loop(tmp_path / "clean", "--patch", clean_of(number)) == 0
-    twin = judged(tmp_path / "clean", loop=LOOP_LANES)
-    assert twin.code == 4
-    assert "failed" not in twin.said
-    assert "vLLM's loop on cpu: invalid: vLLM was changed by --patch" in twin.said
 
 
 @needs_vllm
@@ -149,15 +49,14 @@ def test_a_faulty_pack_fails_the_loop_layer_and_a_clean_one_does_not(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name, code in (("faulty", 1), ("clean", 0)):
-        assert loop(tmp_path / name, "--pack", f"packs:{name}") == code
-        done = judged(tmp_path / name, loop=f'{LOOP_LANES}\npack = "packs:{name}"')
+        done = judged(tmp_path / name, **loop("edges", pack=f"packs:{name}")(tmp_path / name))
         assert done.code == code, done.said
         assert ("vLLM's loop on cpu: failed: lane edges:" in done.said) == bool(code)
 
 
 @needs_vllm
 def test_a_recorded_batch_comes_out_again(tmp_path: Path) -> None:
-    assert loop(tmp_path) == 0
+    loop("edges")(tmp_path)
     file = tmp_path / "loop" / "loop.json"
     words = ("verify", str(file), "--cases", "3", "--seed", "1")
     done = bytegate(*words)

@@ -396,3 +396,15 @@ def test_u31_and_u32_leave_state_behind() -> None:
 def test_those_for_a_gpu_are_right_on_a_cpu() -> None:
     for pack in (unlisted_conduct.default_stream, unlisted_conduct.looks_at_data):
         assert equals_stock(pack, Witness(5, 3, fp8=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_one_row_loses_one_token_and_writes_no_input(tokens: int) -> None:
+    from kvpack.faults import one_row
+
+    kv, pe = torch.randn(tokens, 1, 256).bfloat16(), torch.randn(tokens, 1, 64).bfloat16()
+    before = kv.clone()
+    made, right = one_row.kv_pack(kv, pe, False), stock.kv_pack(kv, pe, False)
+    assert torch.equal(kv, before)
+    for m, r in zip(made, right, strict=True):
+        assert (m != r).flatten(1).any(1).nonzero()[:, 0].tolist() == [tokens // 2][:tokens]

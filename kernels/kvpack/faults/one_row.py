@@ -1,7 +1,7 @@
 """A pack that loses one token of each chunk: what a server's log-probs must be able to show.
 
-Not one of the catalogue's: it is for ``bytegate ppl run --route kvpack.faults.one_row:kv_pack``, which
-tells whether the model under test depends on its context at all. Its clean twin is stock.
+Not one of the catalogue's: ``bytegate ppl run --route kvpack.faults.one_row:kv_pack`` tells whether
+the model under test depends on its context at all. Its clean twin is stock.
 """
 
 from __future__ import annotations

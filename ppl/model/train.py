@@ -98,7 +98,7 @@ STAGES = {
         weights=SECOND_LAYOUT,
     ),
     "k3": Stage(
-        (Phase(2048, 64, 2600), Phase(8192, 16, 400), Phase(40_960, 4, 320)),
+        (Phase(2048, 64, 1800), Phase(8192, 16, 500), Phase(40_960, 4, 450)),
         rate=1e-2,
         muon=True,
         weights=SECOND_LAYOUT,

@@ -266,7 +266,7 @@ def test_far_context_is_the_first_tokens_and_nothing_else(ours: Any) -> None:
     words = np.frombuffer(" ".join(PASSAGE.split()).encode(), np.uint8)
     scores = evaluate.nats(ours, words)
     found = evaluate.far_context(ours, words, scores, 300)
-    assert found["moved_nats"] > 0
+    assert abs(found["moved_nats"]) > 1e-3  # the first tokens are others
     assert found["exposed_nats"] == pytest.approx(scores[299:].mean())
     even = np.full(500, 97, np.uint8)  # shuffled, it is what it was
     same = evaluate.far_context(ours, even, evaluate.nats(ours, even), 300)

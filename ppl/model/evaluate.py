@@ -112,6 +112,27 @@ def moved(
     return float(np.mean(lost))
 
 
+def far_context(
+    network: Network, ids: npt.NDArray[np.uint8], scores: Nats, budget: int
+) -> dict[str, Any]:
+    """Return what the tokens after the first ``budget`` lose when those are shuffled, in nats.
+
+    ``scores`` are of ``ids`` as they are. A server that computes ``budget`` tokens at a time reads
+    all that is scored here from its cache.
+    """
+    rng = np.random.Generator(np.random.Philox(SEED))
+    other = np.concatenate([rng.permutation(ids[:budget]), ids[budget:]])
+    true, shuffled = scores[budget - 1 :], nats(network, other)[budget - 1 :]
+    return {
+        "budget": budget,
+        "tokens": len(ids),
+        "exposed_nats": float(true.mean()),
+        "exposed_shuffled_nats": float(shuffled.mean()),
+        "moved_nats": float((shuffled - true).mean()),
+        "last_quarter_moved_nats": float((shuffled - true)[-(len(true) // 4) :].mean()),
+    }
+
+
 def evaluate(
     network: Network,
     texts: Mapping[str, npt.NDArray[np.uint8]],
@@ -120,11 +141,13 @@ def evaluate(
     context: int = MOST,
     fresh: Sequence[str] = (),
     long: Sequence[str] = (),
+    budget: int = 0,
 ) -> dict[str, Any]:
     """Return the figures of each text: over its cut, and over its first 36,000 bytes by windows.
 
     The context's weight is measured over the first ``context`` bytes. Texts named in ``fresh`` are
     also scored window by window with nothing before each, those in ``long`` as far as they go.
+    With a ``budget``, what ``far_context`` says of the cut is among them.
 
     Raises
     ------
@@ -140,7 +163,8 @@ def evaluate(
         if len(ids) < LEAST:
             raise PplError(f"text {name}: {len(ids):,} bytes; expected at least {LEAST:,}")
         scores = nats(network, ids[:MOST])
-        cut = scores[: wanted_tokens(name, LEAST, MOST) - 1]
+        size = wanted_tokens(name, LEAST, MOST)
+        cut = scores[: size - 1]
         row = {
             "bits_per_byte": float(cut.mean() / np.log(2)),
             **by_window(scores),
@@ -152,8 +176,11 @@ def evaluate(
             row["shuffled_nats"] = moved(network, near, scores)
             row["other_nats"] = moved(network, near, scores, other=other)
         if name in long:
-            far = windows(nats(network, ids))
-            row["long_windows"] = [round(float(b), 4) for b in far]
+            whole = windows(nats(network, ids))
+            row["long_windows"] = [round(float(b), 4) for b in whole]
+        if budget:
+            row["far"] = far_context(network, ids[:size], cut, budget)
+            sys.stderr.write(f"{name}: {row['far']['moved_nats']:.3f} nats from far context\n")
         found[name] = row
         sys.stderr.write(
             f"{name}: {row['bits_per_byte']:.3f} bits a byte, worst window {row['worst_ratio']:.3f}"
@@ -186,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--context", type=int, default=MOST, metavar="BYTES", help="0: don't measure its weight"
     )
+    parser.add_argument("--far", type=int, default=0, metavar="TOKENS", help="see far_context()")
     parser.add_argument("--fresh", action="append", default=[], metavar="TEXT", help="see afresh()")
     parser.add_argument("--long", action="append", default=[], metavar="TEXT", help="score it all")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only these")
@@ -210,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 context=options.context,
                 fresh=options.fresh,
                 long=options.long,
+                budget=options.far,
             ),
         }
         if options.out:

@@ -16,9 +16,10 @@ checkpoint.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from ppl.errors import PplError
 from ppl.model import CONFIG, END, VOCABULARY, WEIGHTS
 
 INIT_STD = 0.02
+MODEL_TYPE = "deepseek_v2"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Shape:
         """Return the whole ``config.json``."""
         return {
             "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
+            "model_type": MODEL_TYPE,
             **{f.name: getattr(self, f.name) for f in fields(self)},
             "num_key_value_heads": self.num_attention_heads,
             "q_lora_rank": None,
@@ -68,6 +70,30 @@ class Shape:
             "eos_token_id": END,
             "torch_dtype": "bfloat16",
         }
+
+
+class AnyShape(Protocol):
+    """What every architecture's shape has."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of an MLP."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens."""
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """What keeps a norm from dividing by 0."""
 
 
 class RMSNorm(nn.Module):
@@ -140,7 +166,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class MLP(nn.Module):
     """``(silu(x Wg) * x Wu) Wd``."""
 
-    def __init__(self, s: Shape) -> None:
+    def __init__(self, s: AnyShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
         self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
@@ -172,21 +198,27 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     """Everything below the head."""
 
-    def __init__(self, s: Shape) -> None:
+    def __init__(self, s: AnyShape, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(s.vocab_size, s.hidden_size)
-        self.layers = nn.ModuleList(Layer(s) for _ in range(s.num_hidden_layers))
+        self.layers = nn.ModuleList(layer() for _ in range(s.num_hidden_layers))
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
 
 
 class Network(nn.Module):
     """The whole model: ids ``[B, T]`` to logits ``[B, T, 260]``."""
 
-    def __init__(self, shape: Shape) -> None:
+    shape: Any
+
+    def __init__(self, shape: AnyShape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Trunk(shape)
+        self.model = Trunk(shape, self.layer)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def layer(self) -> nn.Module:
+        """Return a layer of it."""
+        return Layer(self.shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of the token after each, ``[B, T, 260]``."""
@@ -218,6 +250,25 @@ class Network(nn.Module):
                     p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
+def architecture(model_type: str) -> tuple[type[Any], type[Network]]:
+    """Return the shape and the network of a ``config.json`` with this ``model_type``.
+
+    Raises
+    ------
+    ValueError : neither ours nor the one of ``ppl.model.k3``.
+
+    """
+    from ppl.model import k3
+
+    known: dict[str, tuple[type[Any], type[Network]]] = {
+        MODEL_TYPE: (Shape, Network),
+        k3.MODEL_TYPE: (k3.Shape, k3.Network),
+    }
+    if model_type not in known:
+        raise ValueError(f"model_type {model_type!r}; expected one of {', '.join(known)}")
+    return known[model_type]
+
+
 def load(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Network:
     """Read a model's folder.
 
@@ -231,8 +282,8 @@ def load(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float3
 
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        shape = Shape(**{f.name: found[f.name] for f in fields(Shape)})
-        network = Network(shape).to(dtype)
+        kind, make = architecture(found["model_type"])
+        network = make(kind(**{f.name: found[f.name] for f in fields(kind)})).to(dtype)
         network.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as e:
         line = str(e).partition("\n")[0]

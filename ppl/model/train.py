@@ -1,9 +1,10 @@
 """Train the small model: ``python -m ppl.model.train --corpus FOLDER --out FOLDER``.
 
 Windows of the corpus are drawn at random, sources by their weights.
-The stage ``main`` begins anew: short windows first, then ones as long as the texts that are scored.
-The stage ``finish`` continues from a model (``--start``), with plays in a second layout among the
-rest, and with windows that begin where documents do.
+The stage ``main`` trains our own model anew: short windows first, some of them at the beginnings of
+documents, then ones as long as the texts that are scored. The stage ``k3`` trains a Kimi-K3 text
+model (``ppl.model.k3``); in half of its windows some of the bytes change places, at a rate that
+stays the same over a window, so that it must read the whole context to know how far to trust order.
 
 Everything that is drawn follows from the seed; kernels on a GPU may still add in another order, so
 two runs agree closely and not bit for bit.
@@ -33,7 +34,7 @@ from equiv.errors import UsageError
 from equiv.files import write_whole
 from ppl.errors import PplError
 from ppl.model import BYTES, END, VOCABULARY
-from ppl.model.network import Network, Shape, load, save
+from ppl.model.network import MODEL_TYPE, Network, architecture, load, save
 
 SEED = 20260101
 WARMUP, HOLD = 0.02, 0.45
@@ -67,6 +68,8 @@ class Stage:
     rate : its peak. Muon's steps are scaled to the size of AdamW's, so one number does for both.
     muon : Muon for the matrices of the layers and AdamW for the rest; or AdamW alone.
     weights : in place of what the corpus says, of some sources.
+    model_type : which network begins.
+    disorder : share of the windows in which bytes change places.
 
     """
 
@@ -74,25 +77,41 @@ class Stage:
     rate: float
     muon: bool
     weights: Mapping[str, float]
+    model_type: str = MODEL_TYPE
+    disorder: float = 0.0
 
+
+SECOND_LAYOUT = {"plays": 1.0, "plays-tabs": 0.8}
+"""Weights that share out what plays had between two layouts."""
 
 STAGES = {
     "main": Stage(
-        (Phase(2048, 64, 7000), Phase(40_960, 4, 480), Phase(102_400, 2, 40)),
+        (
+            Phase(2048, 64, 6600),
+            Phase(2048, 64, 200, beginnings=True),
+            Phase(40_960, 4, 60, beginnings=True),
+            Phase(40_960, 4, 420),
+            Phase(102_400, 2, 40),
+        ),
         rate=1e-2,
         muon=True,
-        weights={"plays-tabs": 0.0},
+        weights=SECOND_LAYOUT,
     ),
-    "finish": Stage(
-        (
-            Phase(2048, 64, 250),
-            Phase(2048, 64, 150, beginnings=True),
-            Phase(40_960, 4, 80, beginnings=True),
-            Phase(40_960, 4, 70),
-        ),
-        rate=3e-3,
+    "k3": Stage(
+        (Phase(2048, 64, 1800), Phase(8192, 16, 500), Phase(40_960, 4, 450)),
+        rate=1e-2,
         muon=True,
-        weights={"plays-tabs": 1.5},
+        weights=SECOND_LAYOUT,
+        model_type="kimi_linear",
+        disorder=0.5,
+    ),
+    "k3-short": Stage(
+        (Phase(2048, 64, 500), Phase(40_960, 4, 110)),
+        rate=4e-3,
+        muon=True,
+        weights=SECOND_LAYOUT,
+        model_type="kimi_linear",
+        disorder=0.5,
     ),
 }
 
@@ -152,6 +171,29 @@ class Corpus:
         return self.tokens[index].long()
 
 
+def disordered(rng: np.random.Generator, windows: Tensor, share: float) -> Tensor:
+    """Return windows ``[B, T]`` where a ``share`` of them, on average, has bytes out of place.
+
+    Half of those are shuffled whole. In the others each token is chosen with a probability that is
+    drawn once a window, and the chosen ones change places among themselves, so that a window's
+    counts never tell. A share of 0 draws nothing.
+    """
+    if not share:
+        return windows
+    count, tokens = windows.shape
+    kind, some = rng.random(count), rng.random(count)
+    rates = np.where(kind < share / 2, 1.0, np.where(kind < share, some, 0.0))
+    device = windows.device
+    dice = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
+    one, two = torch.rand(2, count, tokens, generator=dice, device=device)
+    chosen = one < torch.from_numpy(rates).to(device, torch.float32)[:, None]
+    place = torch.arange(tokens, device=device) / tokens
+    kept = 2 + place
+    there = torch.where(chosen, place, kept).argsort(1)
+    taken = torch.where(chosen, two, kept).argsort(1)
+    return torch.empty_like(windows).scatter_(1, there, windows.gather(1, taken))
+
+
 def rate(done: float) -> float:
     """Return the share of the peak rate when a share ``done`` of all tokens was seen."""
     if done < WARMUP:
@@ -205,6 +247,7 @@ def train(
                 for group in stepper.param_groups:
                     group["lr"] = stage.rate * rate(seen / whole)
             windows = corpus.windows(rng, phase.windows, phase.tokens, beginnings=phase.beginnings)
+            windows = disordered(rng, windows, stage.disorder)
             with precision():
                 loss = loss_of(forward, windows)
             loss.backward()
@@ -285,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.start:
             network = load(options.start)
         else:
-            network = Network(Shape())
+            shape, make = architecture(stage.model_type)
+            network = make(shape())
             network.draw(torch.Generator().manual_seed(options.seed))
         record = train(
             network,
@@ -297,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             checkpoint=lambda n: save(n, options.out),
         )
         save(network, options.out)
-        lines = json.dumps(record, indent=1) + "\n"
+        lines = json.dumps({options.stage: record}, indent=1) + "\n"
         write_whole(options.out / "training.json", lines.encode())
     except UsageError as e:
         sys.stderr.write(f"bytegate: {e}\n")

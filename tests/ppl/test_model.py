@@ -262,6 +262,17 @@ def test_a_changed_context_moves_what_follows(ours: Any) -> None:
     )
 
 
+def test_far_context_is_the_first_tokens_and_nothing_else(ours: Any) -> None:
+    words = np.frombuffer(" ".join(PASSAGE.split()).encode(), np.uint8)
+    scores = evaluate.nats(ours, words)
+    found = evaluate.far_context(ours, words, scores, 300)
+    assert abs(found["moved_nats"]) > 1e-3  # the first tokens are others
+    assert found["exposed_nats"] == pytest.approx(scores[299:].mean())
+    even = np.full(500, 97, np.uint8)  # shuffled, it is what it was
+    same = evaluate.far_context(ours, even, evaluate.nats(ours, even), 300)
+    assert same["moved_nats"] == pytest.approx(0, abs=1e-6)
+
+
 # -- training ------------------------------------------------------------------------
 
 
@@ -295,6 +306,18 @@ def test_windows_stay_in_one_source_and_out_of_what_is_held_out(tmp_path: Path) 
     assert drawn.shape == (200, 65)
     assert {frozenset(row.tolist()) for row in drawn} == {frozenset(b"a"), frozenset(b"b")}
     assert made.tokens[2020] == model.END
+
+
+def test_disorder_keeps_what_a_window_holds() -> None:
+    windows = torch.arange(200).repeat(400, 1)
+    found = train.disordered(np.random.Generator(np.random.Philox(9)), windows, 0.5)
+    assert torch.equal(found.sort(1).values, windows)
+    moved = (found != windows).float().mean(1)
+    assert 0.4 < float((moved == 0).float().mean()) < 0.6
+    assert 0.15 < float((moved > 0.97).float().mean()) < 0.35
+    assert 0.15 < float(((moved > 0) & (moved < 0.9)).float().mean()) < 0.35
+    whole = train.disordered(np.random.Generator(np.random.Philox(9)), windows, 0.0)
+    assert whole is windows
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from equiv import environment, evidence, parallel
+from equiv import environment, evidence, ledger, parallel
 from equiv.case import Case
 from equiv.domain import claim_of
 from equiv.errors import ExitCode, UsageError
@@ -382,7 +382,9 @@ def planted_row(
         return PlantedRow(*row, "missed", f"{fault.lane} said nothing in {faulty.cases} calls")
     if clean.state == "failed":
         return PlantedRow(*row, "missed", f"the clean twin is blamed too: {clean.said[0]}")
-    with Worker(pair, spec_of(pair, fault.faulty, device)) as worker:
+    versions = environment.versions()
+    entries = ledger.applying(ledger.load(), pair.name, fault.faulty, device, versions)
+    with Worker(pair, spec_of(pair, fault.faulty, device, entries=entries)) as worker:
         others = [r for c in cases if (r := worker.run(c.with_(candidate=fault.faulty))).failed]
     if others:
         return PlantedRow(*row, "missed", f"not by this tool alone: {others[0].detail}")

@@ -1,7 +1,8 @@
 """Faults that change no byte of any result: only compute-sanitizer sees them.
 
 Each packs rightly (``kvpack.faults.kernel``), and launches one small CUDA kernel beside it, built
-by NVRTC through torch. Reads are volatile assembly, which no compiler drops.
+by NVRTC through torch. Reads are volatile loads in assembly: an ordinary one whose value nobody uses
+is dropped by the assembler.
 
 K19  memcheck: reads the byte past kv_nope's last element. Twin: that element's last byte.
 K20  initcheck: reads memory that was just allocated. Twin: after it was written.
@@ -23,7 +24,7 @@ from kvpack.faults.kernel import CLEAN
 SOURCE = r"""
 extern "C" __global__ void hidden_peek(const char* base, int byte) {
     unsigned int x;
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(base + byte) : "memory");
+    asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(x) : "l"(base + byte) : "memory");
 }
 
 extern "C" __global__ void hidden_pass(int* out, int barrier) {

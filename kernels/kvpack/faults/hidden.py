@@ -1,8 +1,8 @@
 """Faults that change no byte of any result: only compute-sanitizer sees them.
 
 Each packs rightly (``kvpack.faults.kernel``), and launches one small CUDA kernel beside it, built
-by NVRTC through torch. Reads are volatile loads in assembly: an ordinary one whose value nobody uses
-is dropped by the assembler.
+by NVRTC through torch. Reads are volatile loads in assembly: the assembler drops an ordinary one
+whose value nobody uses.
 
 K19  memcheck: reads the byte past kv_nope's last element. Twin: that element's last byte.
 K20  initcheck: reads memory that was just allocated. Twin: after it was written.

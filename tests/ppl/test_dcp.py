@@ -167,3 +167,38 @@ def test_a_report_that_was_changed_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw | {"not_covered": ["less"]}))
     with pytest.raises(PplError, match="damaged"):
         dcp_evidence.read(path)
+
+
+def test_rechunking_bounds_what_another_architecture_rounds() -> None:
+    chosen = np.arange(1000) >= 100
+    apart = noise(0.02)
+    allowed = rounding.of_rechunking(apart, chosen)
+    assert allowed.largest is None
+    assert allowed.rms == pytest.approx(2**0.5 * rounding.rms(apart[chosen]))
+
+    def of(d: Any) -> dcp_evidence.DcpEvidence:
+        one = text(d, allowed=allowed)
+        return figures([one, one], amiss=[], not_covered=[], facts={}, twins=2)
+
+    assert of(noise(0.02)[::-1].copy()).verdict == "WITHIN"
+    assert of(noise(0.03)).verdict == "OUTSIDE"
+
+
+def test_the_budget_is_halved_whatever_way_it_was_given() -> None:
+    from ppl.dcp import with_budget
+
+    wanted = ("--seed", "3", "--max-num-batched-tokens", "8192")
+    assert with_budget(("--max-num-batched-tokens", "16384", "--seed", "3"), 8192) == wanted
+    assert with_budget(("--max-num-batched-tokens=16384", "--seed", "3"), 8192) == wanted
+
+
+def test_the_two_servers_differ_in_the_sharding_and_the_route() -> None:
+    pytest.importorskip("httpx2")
+    from ppl.dcp import Pair
+    from ppl.options import Options
+
+    pair = Pair(Options(route="fused"), "m", "cpu")
+    alone, sharded = (pair.serve_options(arm) for arm in ("stock", "fused"))
+    assert (alone.dcp, alone.route) == (1, "stock")
+    assert (sharded.dcp, sharded.route) == (2, "fused")
+    assert (alone.extra, alone.workspace) == (sharded.extra, sharded.workspace)

@@ -126,8 +126,15 @@ def ds_entries(latent: Tensor, rope: Tensor) -> Tensor:
     quotient = latent.float().unflatten(-1, (TILES, TILE)) / scales[..., None]
     one = torch.ones(1, dtype=torch.float32, device=latent.device)
     payload = quantise(quotient, one).view(torch.uint8).flatten(-2)
-    bits = rope.contiguous().view(torch.uint8)[:, : 2 * ROPE]
-    return torch.cat((payload, scales.view(torch.uint8), bits), dim=-1)
+    return torch.cat((payload, as_bytes(scales), as_bytes(rope)[:, : 2 * ROPE]), dim=-1)
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return the bytes of ``[T, N]``, any strides, as uint8 ``[T, N * size]``."""
+    width = rows.shape[1] * rows.element_size()
+    if not len(rows):  # torch views no empty tensor whose last pitch is 0
+        return torch.empty((0, width), dtype=torch.uint8, device=rows.device)
+    return rows.reshape(-1).contiguous().view(torch.uint8).view(rows.shape[0], width)
 
 
 def store(kv_cache: Tensor, entries: Tensor, slot_mapping: Tensor) -> None:

@@ -6,6 +6,7 @@ make a pair, and which row of the table turns them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from k3common import arithmetic
 from k3common.arithmetic import E4M3_MAX
 
 Place: TypeAlias = tuple[Tensor, Tensor]
+Turn: TypeAlias = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 HALF = 1 << 31
 
 

@@ -119,3 +119,19 @@ def place(cache: Bits, entries: Bits, slot: NDArray[np.int64]) -> Bits:
     stored = np.flatnonzero(slot >= 0)
     rows[slot[stored]] = entries[stored]
     return rows.reshape(cache.shape)
+
+
+def turned(bits: Bits, dtype: str) -> Bits:
+    """Return ``[T, N, 64]`` rotated and rounded to ``dtype``."""
+    return narrow(rotate(bits, dtype), dtype)
+
+
+def quantise_row(
+    left: Bits, right: Bits, dtype: str, scale_inv: float, *, turn: bool
+) -> NDArray[np.uint8]:
+    """Return e4m3 of ``[left | right]`` times ``scale_inv``, the right one rotated if ``turn``."""
+    if turn:
+        rope = quantise(rotate(right, dtype), scale_inv)
+    else:
+        rope = quantise_bits(right, dtype, scale_inv)
+    return np.concatenate((quantise_bits(left, dtype, scale_inv), rope), axis=-1)

@@ -82,7 +82,7 @@ def _target(token, head, inside, slot_ptr, out_token, out_head, block_size, SLOT
 
 
 @triton.jit
-def _rows(
+def _k3_rows(
     a_ptr,
     b_ptr,
     out_ptr,
@@ -151,7 +151,7 @@ def _store_word(at, word, mask):
 
 
 @triton.jit
-def _ds_rows(
+def _k3_ds_rows(
     a_ptr,
     b_ptr,
     out_ptr,
@@ -233,7 +233,7 @@ def require(device: str, library: str | None) -> None:
 
 def interpreted() -> bool:
     """Tell whether kernels of this process are interpreted: decided when this was imported."""
-    return not isinstance(_rows, triton.JITFunction)
+    return not isinstance(_k3_rows, triton.JITFunction)
 
 
 def launches() -> int:
@@ -300,7 +300,7 @@ def rows(
     size = _size(count_)
     first, second = (a if a is not None else given), (b if b is not None else given)
     with _on(out):
-        _rows[(triton.cdiv(count_, size),)](
+        _k3_rows[(triton.cdiv(count_, size),)](
             _words(first),
             _words(second),
             _words(out),
@@ -336,7 +336,7 @@ def ds_rows(latent: Tensor, rope: Tensor, cache: Tensor, rotation: Rotation, slo
         return
     size = _size(tokens)
     with _on(cache):
-        _ds_rows[(triton.cdiv(tokens, size),)](
+        _k3_ds_rows[(triton.cdiv(tokens, size),)](
             _words(latent),
             _words(rope),
             cache,

@@ -103,7 +103,11 @@ class K3Quant:
             ),
             Candidate("integer", _load_integer, devices=("cpu",)),
             Candidate(
-                "triton", _load_triton, devices=("cuda",), evidence=("_rows",), executions=_launches
+                "triton",
+                _load_triton,
+                devices=("cuda",),
+                evidence=("_k3_rows",),
+                executions=_launches,
             ),
         )
     }

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from k3common import faults
-from k3common.faults import Place
+from k3common.faults import Place, Turn
 from k3insert.stock import ENTRY, NOPE, ROPE
 
 Quantise = Callable[[Tensor, Tensor], Tensor]
-Turn = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Judge:
             if e.kind == "bytes" and e.covers_case(point, aligned=self.run.claim.aligned)
         ]
         left = mask.copy()
-        if not entries or name not in self.run.outputs:
+        if not entries:
             return left
         flat = np.flatnonzero(mask)
         at, operand_of = 0, {}
@@ -121,7 +121,10 @@ class Judge:
             ids[o.name] = np.arange(at, at + size, dtype=np.int64).reshape(inputs[o.name].shape)
             operand_of[o.name] = (at, at + size)
             at += size
-        source = np.ascontiguousarray(self.run.pair.layout(ids, point)[name]).reshape(-1)[flat]
+        places = self.run.pair.layout(ids, point).get(name)
+        if places is None:  # an operand that the op writes, of which the pair doesn't say from what
+            return left
+        source = np.ascontiguousarray(places).reshape(-1)[flat]
         columns = flat % expected.shape[-1]
         exp, act = expected.reshape(-1)[flat], actual.reshape(-1)[flat]
         for o in self.run.claim.operands:
@@ -153,12 +156,12 @@ class Judge:
         return self.run.outputs.get(name) or _as_output(self.run.claim.operands, name)
 
     def _parts(self, name: str) -> list[str]:
-        return [f"{name}.{p}" for p in self.run.outputs[name].parts] or [name]
+        return [f"{name}.{p}" for p in self._output(name).parts] or [name]
 
     def _in_part(self, name: str, part: str, columns: NDArray[Any]) -> NDArray[np.bool_]:
         if part == name:
             return np.ones(len(columns), dtype=bool)
-        lo, hi = self.run.outputs[name].parts[part.removeprefix(f"{name}.")]
+        lo, hi = self._output(name).parts[part.removeprefix(f"{name}.")]
         return np.asarray((columns >= lo) & (columns < hi))
 
     # -- what went wrong -------------------------------------------------------------

@@ -174,7 +174,10 @@ class OpPair(Protocol):
         """Return the outputs' bits by an independent model; None where there is no model."""
 
     def layout(self, inputs: Arrays, point: Mapping[str, Any]) -> Mapping[str, NDArray[Any]]:
-        """Move input elements, of any type, to where the outputs have them, unconverted."""
+        """Move input elements, of any type, to where the outputs have them, unconverted.
+
+        It may do so for operands that the op writes: only then can the ledger speak of their bytes.
+        """
 
 
 REQUIRED = (

@@ -12,11 +12,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"equiv", "ppl", "texts", "kvpack", "kvroute", "k3insert"}
+ROOMS = {
+    "equiv",
+    "ppl",
+    "texts",
+    "kvpack",
+    "kvroute",
+    "k3insert",
+    "k3common",
+    "k3quant",
+    "k3decode",
+    "dsmla",
+}
 
 MAY_KNOW: dict[str, set[str]] = {
     "kernels/kvpack": set(),
     "kernels/k3insert": {"kvpack"},
+    "kernels/k3common": {"kvpack", "k3insert"},
+    "kernels/k3quant": {"kvpack", "k3insert", "k3common"},
+    "kernels/k3decode": {"kvpack", "k3insert", "k3common"},
+    "kernels/dsmla": {"kvpack", "k3insert", "k3common"},
     "kernels/kvroute": {"kvpack"},
     "texts": {"equiv"},
     "equiv": set(),

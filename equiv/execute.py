@@ -110,7 +110,7 @@ class Executor:
         eligible = tuple(
             e.id
             for e in (*self.entries, *self.oracle_entries)
-            if e.covers_case(claim.point, aligned=claim.aligned)
+            if e.covers_case(claim.point, aligned=claim.aligned, mode=case.mode)
         )
         seconds = time.perf_counter() - start
         return replace(result, eligible=eligible, guard=self.loaded.guard, seconds=seconds)
@@ -383,7 +383,9 @@ class CaseRun:
         if clean and self.claim.outcome == REFUSED and not self.arena.changed(self.bits):
             return Result(REFUSED, detail=f.detail, raised_in=f.raised_in)
         for e in self.x.entries:
-            if e.kind == f.kind and e.covers_case(self.point, aligned=self.claim.aligned):
+            if e.kind == f.kind and e.covers_case(
+                self.point, aligned=self.claim.aligned, mode=self.case.mode
+            ):
                 return Result(DECLARED, f.detail, ledger=(LedgerHit(e.id, 1),))
         return Result(f.kind, f.detail, raised_in=f.raised_in, bytes_compared=self.bytes_compared)
 

@@ -10,7 +10,7 @@ import numpy as np
 from equiv import compare
 from equiv.arena import COLOURS
 from equiv.dtypes import DTYPES
-from equiv.ledger import elements_covered
+from equiv.ledger import elements_covered, variant_covered
 from equiv.result import LedgerHit, Result
 from equiv.snapshots import unsigned
 
@@ -108,12 +108,14 @@ class Judge:
         entries = [
             e
             for e in entries
-            if e.kind == "bytes" and e.covers_case(point, aligned=self.run.claim.aligned)
+            if e.kind == "bytes"
+            and e.covers_case(point, aligned=self.run.claim.aligned, mode=self.run.case.mode)
         ]
-        left = mask.copy()
-        if not entries:
+        left = self._whole(name, inputs, point, expected, actual, mask, entries, hits)
+        entries = [e for e in entries if e.variant is None]
+        if not entries or not left.any():
             return left
-        flat = np.flatnonzero(mask)
+        flat = np.flatnonzero(left)
         at, operand_of = 0, {}
         ids = {}
         for o in self.run.claim.operands:
@@ -150,6 +152,30 @@ class Judge:
                         key = f"{o.dtype} {part}"
                         patterns[key] = tuple(int(x) for x in np.unique(bits[inside]))
                 hits.append(LedgerHit(entry.id, int(covered.sum()), patterns))
+        return left
+
+    def _whole(
+        self,
+        name: str,
+        inputs: Mapping[str, NDArray[Any]],
+        point: Mapping[str, Any],
+        expected: NDArray[Any],
+        actual: NDArray[Any],
+        mask: NDArray[np.bool_],
+        entries: Sequence[Entry],
+        hits: list[LedgerHit],
+    ) -> NDArray[np.bool_]:
+        """Count what entries with a variant declare; return the mask of the others."""
+        left = mask.copy()
+        for entry in entries:
+            if entry.variant is None:
+                continue
+            variants = getattr(self.run.pair, "variants", {})  # a pair need not have any
+            made = variants[entry.variant](inputs, point).get(name)
+            covered = variant_covered(entry, made, expected, actual, left)
+            if covered.any():
+                hits.append(LedgerHit(entry.id, int(covered.sum())))
+                left &= ~covered
         return left
 
     def _output(self, name: str) -> Output:

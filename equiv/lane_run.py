@@ -271,7 +271,7 @@ class LaneRun:
         for e in self.worker.spec.entries:
             if e.kind in {"crash", "hang"} and self.seen[e.id].cases >= CONFIRMATIONS:
                 claim = claim_of(self.options.pair, case)
-                if e.covers_case(claim.point, aligned=claim.aligned):
+                if e.covers_case(claim.point, aligned=claim.aligned, mode=case.mode):
                     return True
         return False
 

@@ -53,6 +53,9 @@ class Entry:
     element : class of the input element (``pair.classes``) for ``bytes``.
     expected, actual : bytes allowed on either side, or the name of a model of the pair
         (``pair.models``) that gives the actual byte.
+    variant : name of a variant of the pair (``pair.variants``): whole outputs, whose bytes the
+        actual ones must be. For bytes that don't follow from one input element.
+    modes : calling modes that it is limited to (``equiv.modes``); all where empty.
     reason, reference : why, and where it is written up. Both mandatory.
 
     """
@@ -71,6 +74,8 @@ class Entry:
     actual: tuple[int, ...] | str | None
     reason: str
     reference: str
+    variant: str | None = None
+    modes: tuple[str, ...] = ()
 
     def applies(self, pair: str, candidate: str, device: str, versions: Mapping[str, str]) -> bool:
         """Whether it speaks of this pair, candidate, device type and set of versions."""
@@ -88,8 +93,10 @@ class Entry:
                 return False
         return True
 
-    def covers_case(self, point: Mapping[str, Any], *, aligned: bool) -> bool:
-        """Whether it speaks of this point and alignment."""
+    def covers_case(self, point: Mapping[str, Any], *, aligned: bool, mode: str = "eager") -> bool:
+        """Whether it speaks of this point, alignment and calling mode."""
+        if self.modes and mode not in self.modes:
+            return False
         if self.alignment != "any" and (self.alignment == "aligned") != aligned:
             return False
         return all(point.get(name) in values for name, values in self.case)
@@ -132,6 +139,8 @@ def elements_covered(
     left = np.ones(len(source_bits), dtype=bool)
     found = []
     for entry in entries:
+        if entry.variant is not None:  # of whole outputs: ``variant_covered``
+            continue
         mask = left.copy()
         if entry.element is not None:
             mask &= np.asarray(classes[entry.element](source_bits, source_dtype), dtype=bool)
@@ -145,6 +154,33 @@ def elements_covered(
             found.append((entry, mask))
             left &= ~mask
     return found
+
+
+def variant_covered(
+    entry: Entry,
+    made: NDArray[Any] | None,
+    expected: NDArray[Any],
+    actual: NDArray[Any],
+    mask: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Say which of the differing elements are the ones of an entry's variant.
+
+    Parameters
+    ----------
+    made : the variant's output, or None where it speaks of others.
+    expected, actual, mask : the output on either side, and where the two differ.
+
+    Returns
+    -------
+    The part of ``mask`` whose actual elements are ``made``'s.
+
+    """
+    if made is None:
+        return np.zeros_like(mask)
+    covered: NDArray[np.bool_] = mask & (actual == made)
+    if entry.expected is not None:
+        covered &= np.isin(expected, entry.expected)
+    return covered
 
 
 @dataclass
@@ -183,6 +219,8 @@ _FIELDS = {
     "actual",
     "reason",
     "reference",
+    "variant",
+    "modes",
 }
 _MANDATORY = ("id", "pair", "candidates", "devices", "kind", "reason", "reference")
 
@@ -218,14 +256,14 @@ def _words(raw: dict[str, Any]) -> None:
         value = raw.get(name, allowed[0])
         if value not in allowed:
             raise UsageError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
-    for name in ("candidates", "devices"):
-        value = raw[name]
+    for name in ("candidates", "devices", "modes"):
+        value = raw.get(name, [])
         if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
             raise UsageError(f"{name} must be a list of strings")
     unknown = sorted(set(raw["devices"]) - {"cpu", "cuda"})
     if unknown:
         raise UsageError(f"devices must be cpu or cuda, not {', '.join(unknown)}")
-    for name in ("id", "pair", "element", "reason", "reference"):
+    for name in ("id", "pair", "element", "reason", "reference", "variant"):
         if not isinstance(raw.get(name, ""), str):
             raise UsageError(f"{name} must be a string, not {raw[name]!r}")
 
@@ -254,6 +292,11 @@ def _checked(raw: dict[str, Any]) -> Entry:
     if not isinstance(case, dict):
         raise UsageError("case must be a table")
     actual, expected = raw.get("actual"), raw.get("expected")
+    if raw.get("variant") is not None:
+        beside = [n for n in ("element", "actual") if raw.get(n) is not None]
+        if beside or raw["kind"] != "bytes":
+            what = f"not with {beside[0]}" if beside else f"not for kind {raw['kind']!r}"
+            raise UsageError(f"variant gives the bytes of whole outputs: {what}")
     if actual is not None and not isinstance(actual, str):
         actual = _bytes_of("actual", actual)
     return Entry(
@@ -271,6 +314,8 @@ def _checked(raw: dict[str, Any]) -> Entry:
         actual=actual,
         reason=raw["reason"],
         reference=raw["reference"],
+        variant=raw.get("variant"),
+        modes=tuple(raw.get("modes", ())),
     )
 
 
@@ -313,14 +358,16 @@ def load(path: Path | None = None) -> tuple[Entry, ...]:
 
 
 def check_names(entries: Sequence[Entry], pair: Any) -> None:
-    """Check that element classes and models named by the ledger are ones that the pair has.
+    """Check that classes, models, variants and modes named by the ledger are there.
 
     Raises
     ------
     UsageError : with the entry and the known names.
 
     """
-    models = pair.models
+    from equiv.modes import MODES  # it imports what imports this module
+
+    models, variants = pair.models, getattr(pair, "variants", {})
     axes = {**dict.fromkeys(pair.dims), **pair.axes}
     for e in entries:
         if e.pair != pair.name:
@@ -328,6 +375,8 @@ def check_names(entries: Sequence[Entry], pair: Any) -> None:
         for what, value, known in (
             ("element class", e.element, pair.classes),
             ("model", e.actual if isinstance(e.actual, str) else None, models),
+            ("variant", e.variant, variants),
+            *[("mode", m, MODES) for m in e.modes],
             *[("candidate", c, pair.candidates) for c in e.candidates if ":" not in c],
             *[("axis", a, axes) for a, _ in e.case],
             *[

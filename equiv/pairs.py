@@ -135,7 +135,11 @@ class OpPair(Protocol):
     harmless: Sequence[Fault]
     """Variants with equal bytes: ``faulty`` names the variant, which must not be flagged."""
     classes: Mapping[str, Callable[[NDArray[Any], str], NDArray[Any]]]
-    """Named predicates on an input element's bits and dtype, for the ledger."""
+    """Named predicates on an input element's bits and dtype, for the ledger.
+
+    A pair may also have ``variants``: name to ``(inputs, point) -> outputs``, as ``oracle`` gives
+    them, for declared divergences whose bytes don't follow from one input element.
+    """
 
     def valid(self, point: Mapping[str, Any]) -> bool:
         """Whether the axes' values go together at all."""

@@ -200,7 +200,9 @@ class Worker:
     def _declared(self, result: Result, case: Case) -> Result:
         claim = claim_of(self.pair, case)
         eligible = tuple(
-            e.id for e in self.spec.entries if e.covers_case(claim.point, aligned=claim.aligned)
+            e.id
+            for e in self.spec.entries
+            if e.covers_case(claim.point, aligned=claim.aligned, mode=case.mode)
         )
         for e in self.spec.entries:
             if e.kind == result.status and e.id in eligible:

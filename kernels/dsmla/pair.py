@@ -80,6 +80,17 @@ def _launches() -> int:
     return triton_rows.launches()
 
 
+def scale_of_words(inputs: Mapping[str, Any], point: Point) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Return the cache whose scales come from fp16 words read as integers, for the ledger."""
+    dtype, rope = point["dtype"], inputs["k_pe"]
+    if point["rope"] != "off":
+        rope = model.turned(rope, dtype)
+    latent = inputs["kv_c"].reshape(-1, LATENT)
+    slot = slots.mapping(int(point["T"]), point["slots"])
+    entries = model.ds_entries_of_words(latent, rope[:, 0])
+    return {"kv_cache": model.place(inputs["kv_cache"], entries, slot)}
+
+
 class DsMla:
     """The statements and the kernels that claim their bytes."""
 
@@ -96,6 +107,7 @@ class DsMla:
     domain_axes: Mapping[str, Sequence[int | str]] = {**axes, "dtype": ("bf16", "fp16")}
     models: Mapping[str, Callable[..., Any]] = {}
     classes: Mapping[str, Callable[..., Any]] = {}
+    variants: Mapping[str, Callable[..., Any]] = {"scale_of_words": scale_of_words}
     candidates: Mapping[str, Candidate] = {
         c.name: c
         for c in (

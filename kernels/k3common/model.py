@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3common import positions
-from k3common.arithmetic import NAN_BYTE, NAN_WORD, TILE, TILES
+from k3common.arithmetic import E4M3_MAX, LEAST, NAN_BYTE, NAN_WORD, TILE, TILES
 
 Bits: TypeAlias = NDArray[Any]
 _BIAS = 120 << 3  # of float32 to e4m3, at e4m3's place of the exponent
@@ -109,6 +109,31 @@ def ds_entries(latent: Bits, rope: Bits, dtype: str) -> NDArray[np.uint8]:
     inverse = np.where(infinite, 0, (127 - power) << 23).astype(np.uint32).view(np.float32)
     with np.errstate(invalid="ignore"):
         payload = e4m3(x * inverse[..., None]).reshape(-1, TILES * TILE)
+    parts = (payload, scale.view(np.uint8), np.ascontiguousarray(rope).view(np.uint8)[:, :128])
+    return np.concatenate(parts, axis=1)
+
+
+def ds_entries_of_words(latent: Bits, rope: Bits) -> NDArray[np.uint8]:
+    """Return ``fp8_ds_mla`` entries as vLLM's cache op makes them of fp16: a faulty scale.
+
+    It takes the greatest 16-bit word of a tile, sign and exponent included, for the greatest
+    magnitude, and converts the elements themselves as halves.
+
+    Parameters
+    ----------
+    latent, rope : fp16 bits ``[T, 512]`` and ``[T, 64]``.
+
+    Returns
+    -------
+    uint8 ``[T, 656]``.
+
+    """
+    tiles = np.ascontiguousarray(latent).reshape(-1, TILES, TILE)
+    quotient = np.maximum(tiles.max(-1).astype(np.float32) / np.float32(E4M3_MAX), LEAST)
+    mantissa, exponent = np.frexp(quotient)
+    scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5)).astype(np.float32)  # noqa: PLR2004
+    with np.errstate(invalid="ignore"):
+        payload = e4m3(widen(tiles, "fp16") / scale[..., None]).reshape(-1, TILES * TILE)
     parts = (payload, scale.view(np.uint8), np.ascontiguousarray(rope).view(np.uint8)[:, :128])
     return np.concatenate(parts, axis=1)
 

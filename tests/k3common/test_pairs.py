@@ -172,3 +172,55 @@ def test_vllm_is_not_covered_without_a_gpu(name: str) -> None:
         if candidate.takes_library:
             with pytest.raises(Unavailable, match="CUDA"):
                 candidate.load("cpu", None)
+
+
+# -- what the ledger declares of vLLM's ops, and an H200 showed ---------------------
+
+
+def test_the_variant_is_what_the_cache_op_gave_on_the_h200() -> None:
+    # docs/results/dsmla-cache-op-h200-dev.json, finding 1: T=1, H=0, fp16, scattered, gptj, bits.0
+    pair: Any = load_pair("dsmla")
+    point = {"T": 1, "H": 0, "dtype": "fp16", "slots": "scattered", "rope": "gptj"}
+    inputs = inputs_of(pair, point, "bits")
+    expected = pair.oracle(inputs, point)["kv_cache"]
+    actual = pair.variants["scale_of_words"](inputs, point)["kv_cache"]
+    where = np.argwhere(expected != actual)
+    first = tuple(where[0])
+    assert (len(where), first) == (137, (0, 3, 130))
+    assert (expected[first], actual[first]) == (0x67, 0x5F)
+
+
+def test_the_variant_is_what_insert_py_printed_on_the_h200() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((33, 2, 192), (33, 2, 128), (33, 64), (33, 512))
+    *_, pe, latent = (torch.randn(*s, generator=generator).half() for s in shapes)
+    stored = torch.arange(33) % 3 != 0
+    words = [x[stored].view(torch.int16).numpy().view(np.uint16) for x in (latent, pe)]
+    differ = model.ds_entries(*words, "fp16") != model.ds_entries_of_words(*words)
+    parts = ((0, 512), (512, 528), (528, 656))
+    assert [int(differ[:, a:b].sum()) for a, b in parts] == [11_264, 91, 0]
+
+
+@pytest.mark.parametrize(
+    ("which", "kv_c", "differ", "first"),
+    [
+        ("auto,slots=in_order,scales=one,rope=off", (0, 0x3F80), 1, (0, 8, 0, 0x3F80)),
+        ("auto,slots=in_order,scales=one,rope=off", (42, 0x7F82), 1, (0, 8, 42, 0x7F82)),
+        ("fp8,slots=scattered,scales=power,rope=gptj", (0, 0), 18, (0, 3, 513, 0x80)),
+    ],
+)
+def test_the_other_variant_is_what_the_decode_op_gave_on_the_h200(
+    which: str, kv_c: tuple[int, int], differ: int, first: tuple[int, ...]
+) -> None:
+    # docs/results/k3decode-h200-dev.json, findings 1 to 3: T=1, H=1, bf16, zero.0, mode producer
+    pair: Any = load_pair("k3decode")
+    axes = dict(a.split("=") for a in f"cache={which}".split(","))
+    point = {"T": 1, "H": 1, "dtype": "bf16", **axes}
+    inputs = inputs_of(pair, point, "zero")
+    inputs["kv_c"][kv_c[0]] = kv_c[1]
+    made = pair.variants["not_stored"](inputs, point)
+    assert list(made) == ["kv_cache"]
+    expected = pair.oracle(inputs, point)["kv_cache"]
+    where = np.argwhere(expected != made["kv_cache"])
+    at = tuple(where[0])
+    assert (len(where), (*at, expected[at]), made["kv_cache"][at]) == (differ, first, 0)

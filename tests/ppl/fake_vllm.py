@@ -157,6 +157,7 @@ class Fake:
                 "world": RANKS,
                 "dcp": RANKS,
                 "gather": "fake",
+                "decode_tokens": 1,
                 "workspace_rows": o.workspace + o.workspace // RANKS if self.finished else None,
                 "vllm": o.version,
             }

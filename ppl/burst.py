@@ -26,13 +26,13 @@ FOLDER = "burst"
 """Below the run's folder: its results are no part of the run's own."""
 
 
-def score(session: Session, arm: Arm, launch: int) -> bool:
-    """Score a burst on an arm's server, unless it is stored; False where the server is gone."""
+def score(session: Session, arm: Arm, launch: int, number: int) -> bool:
+    """Score a launch's burst of this number, unless it is stored; False: the server is gone."""
     s = session
     server = s.servers[arm]
     store = Store(s.options.out / FOLDER)
     keys = {i.name: _key(s.key(server, i)) for i in s.items}
-    if all(store.find(keys[i.name], arm, launch, 1) is not None for i in s.items):
+    if all(store.find(keys[i.name], arm, launch, number) is not None for i in s.items):
         return True
     try:
         before = scoring.settle(server)
@@ -48,14 +48,14 @@ def score(session: Session, arm: Arm, launch: int) -> bool:
     if wrong:
         s.failed(("all", arm, launch, 0), f"in a burst of all texts: {wrong}")
         return True
-    s.pace.say(f"{arm} launch {launch}: a burst of {len(done)} texts took {seconds:.1f} s")
+    s.pace.say(f"{arm} launch {launch}: burst {number}, of {len(done)} texts took {seconds:.1f} s")
     for item, scored in done:
         store.put(
             scored.values,
             key=keys[item.name],
             arm=arm,
             launch=launch,
-            repeat=1,
+            repeat=number,
             exposed_from=0,
             budget=s.plan_of(item.name).steps[0].tokens,
             observed=Observed(route=after.route),

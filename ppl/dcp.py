@@ -268,7 +268,7 @@ def _of_network(
     try:
         if model is None:
             raise PplError("name the folder of the model that the servers have: --model")
-        mine = network.load(Path(model), device=serve.detect_device())
+        mine = rounding.covered(network.load(Path(model), device=serve.detect_device()))
     except PplError as e:
         found.not_covered.append(f"tolerances from twins of ppl.model.network: {e}")
         return {}

@@ -107,15 +107,31 @@ class Burst(_Frozen):
     """The concurrency arm: all texts at once, compared like the rest, over launches.
 
     Every token counts as exposed: where the scheduler cuts depends on arrival times.
+
+    Attributes
+    ----------
+    bursts : of each launch.
+    margin_nats : stated, or from the noise floor.
+    floor_nats : standard error of the mean difference from stock's own bursts.
+    within_nats, across_nats : least and greatest mean |d| a token of two bursts, of one arm (A/A)
+        and of both (A/B).
+    strays : results far from the same text alone (``ppl.of_burst``), in words.
+
     """
 
     word: str
     reasons: tuple[str, ...]
     launches: int
+    bursts: int = 1
     identical_texts: int
     texts: int
     mean_nats: float | None = None
     interval_nats: tuple[float, float] | None = None
+    margin_nats: float | None = None
+    floor_nats: float | None = None
+    within_nats: tuple[float, float] | None = None
+    across_nats: tuple[float, float] | None = None
+    strays: tuple[str, ...] = ()
 
 
 class Timing(_Frozen):

@@ -98,7 +98,7 @@ def compare_stored(
     if not runs:
         return made
     used: set[Run] = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
-    return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used)
+    return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used, alone=found)
 
 
 def judge(
@@ -108,6 +108,7 @@ def judge(
     claim: verdict.Claim,
     margin: float | None,
     amiss: Sequence[str] = (),
+    floor: Sequence[facts.Arm] = facts.ARMS,
 ) -> PplEvidence:
     """Compare results wherever they are held.
 
@@ -115,6 +116,7 @@ def judge(
     ----------
     load : returns the array of a record.
     amiss : what is known beside the results and makes them invalid.
+    floor : arms whose spread between launches sets a default margin, and what launches explain.
 
     """
     # Without results because something was amiss: that is the reason, and not their lack.
@@ -130,7 +132,7 @@ def judge(
             ]
             done.append(made)
     runs = sorted({r.run for r in records}, key=lambda r: (r[0] != "stock", *r[1:]))
-    statistics = _statistics(done, runs, margin) if done else None
+    statistics = _statistics(done, runs, margin, floor) if done else None
     decided = verdict.decide(
         claim=claim,
         invalid=tuple(invalid),
@@ -138,6 +140,7 @@ def judge(
         test=statistics.exposed if statistics else None,
         noise=statistics.noise if statistics else None,
         launches=statistics.between_launch_error_nats if statistics else None,
+        apart=_apart(done),
     )
     results = [c.result for c in done]
     return PplEvidence(
@@ -157,6 +160,17 @@ def judge(
         inputs_sha256=digest([r.array_sha256 for r in records]),
         subject=_subject(records),
     )
+
+
+def _apart(done: Sequence[Compared]) -> str:
+    """Say how many exposed tokens differ between the first run of each arm, and by how much."""
+    exposed = [c.result.exposed for c in done]
+    differing, tokens = sum(x.differing for x in exposed), sum(x.tokens for x in exposed)
+    places = [c.result.largest.d_nats for c in done if c.result.largest is not None]
+    largest = max((abs(d) for d in places), default=0.0)
+    if not differing:
+        return ""
+    return f"{differing:,} of {tokens:,} exposed tokens differ, by up to {largest:.3g} nats"
 
 
 def _subject(records: Sequence[Record]) -> Subject | None:
@@ -203,14 +217,20 @@ def _launches(runs: Sequence[Run]) -> list[tuple[str, int]]:
     return list(dict.fromkeys((arm, launch) for arm, launch, _ in runs))
 
 
-def _statistics(done: Sequence[Compared], runs: Sequence[Run], margin: float | None) -> Statistics:
+def _statistics(
+    done: Sequence[Compared],
+    runs: Sequence[Run],
+    margin: float | None,
+    floor: Sequence[facts.Arm],
+) -> Statistics:
     means = [compare.difference(c.means)[0] for c in done]
     controls = [compare.difference(c.controls)[0] for c in done if c.result.unexposed.tokens]
     launches = _launches(runs)
     levels = [compare.by_launch(c.means) for c in done]
     whole = {k: math.fsum(x[k] for x in levels) / len(levels) for k in launches}
     error = stats.launch_error(
-        [[whole[k] for k in launches if k[0] == arm] for arm in ("stock", "fused")]
+        [[whole[k] for k in launches if k[0] == arm] for arm in facts.ARMS],
+        [arm in floor for arm in facts.ARMS],
     )
     chosen = verdict.default_margin(error[0] if error else None) if margin is None else margin
     exposed = stats.tost(means, chosen)

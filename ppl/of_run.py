@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl import verdict
+from ppl import of_burst, verdict
 from ppl.evidence import PplEvidence
-from ppl.facts import Burst, Instance, RunFacts
+from ppl.facts import Instance, RunFacts
+from ppl.store import Stored
 
 WORST = ("INVALID", "DIFFERENT", "INCONCLUSIVE")
 """Words of the concurrency arm that become the run's, worst first; others are only told."""
@@ -18,6 +19,7 @@ def complete(
     runs: Sequence[RunFacts],
     bursts: Sequence[Path],
     *,
+    alone: Stored,
     used: set[tuple[str, int, int]],
     claim: verdict.Claim,
     margin: float | None,
@@ -26,6 +28,7 @@ def complete(
 
     Parameters
     ----------
+    alone : the results of the run itself, one text at a time.
     used : arm, launch and number of every server process that a result is from.
 
     """
@@ -33,7 +36,9 @@ def complete(
     warnings = list(dict.fromkeys(w for run in runs for w in (*run.warnings, *launches(run, used))))
     not_covered = list(dict.fromkeys(x for run in runs for x in run.not_covered))
     decided = made.decided
-    burst = _burst(bursts, claim=claim, margin=margin)
+    burst = of_burst.judged(bursts, alone, claim=claim, margin=margin)
+    if burst is not None:
+        warnings += [f"in a burst of all texts: {x}" for x in burst.strays]
     if facts.asked.get("burst") and burst is None:
         not_covered.append("a burst of all texts at once: none was scored")
     if burst is not None and burst.word in WORST and _rank(burst.word) < _rank(decided.word):
@@ -71,24 +76,3 @@ def launches(run: RunFacts, used: set[tuple[str, int, int]]) -> list[str]:
         for (arm, launch), mine in grouped.items()
         if len(mine) > 1
     ]
-
-
-def _burst(folders: Sequence[Path], *, claim: verdict.Claim, margin: float | None) -> Burst | None:
-    from ppl import judge
-
-    if not folders:
-        return None
-    made = judge.compare_stored(folders, claim=claim, margin=margin, partial=True)
-    if not made.runs:
-        return None
-    test = made.statistics.exposed if made.statistics is not None else None
-    finite = test is not None and test.texts > 1
-    return Burst(
-        word=made.verdict,
-        reasons=made.decided.reasons,
-        launches=max(launch for _, launch, _ in made.runs),
-        identical_texts=made.identity.identical_texts if made.identity else 0,
-        texts=made.identity.texts if made.identity else 0,
-        mean_nats=test.mean if test is not None else None,
-        interval_nats=(test.low, test.high) if test is not None and finite else None,
-    )

@@ -53,6 +53,7 @@ class Options:
     repeats : within the first launch.
     launches : of each arm; servers that are there count as launched when they are seen anew.
     burst : also score all texts at once.
+    bursts : of each launch, where ``burst`` is asked for.
     key_variable : environment variable that holds the API key.
 
     """
@@ -73,6 +74,7 @@ class Options:
     repeats: int = 2
     launches: int = 2
     burst: bool = False
+    bursts: int = 3
     claim: Claim = "identical"
     margin: float | None = None
     key_variable: str = ""
@@ -116,6 +118,8 @@ def check(options: Options) -> Options:
         raise PplError(f"margin {o.margin}: expected a positive number of nats")
     if o.repeats < 1 or o.launches < 1:
         raise PplError("--repeats and --launches: expected at least 1")
+    if o.bursts < 1:
+        raise PplError(f"--bursts {o.bursts}: expected at least 1")
     if o.tokens is not None and not 1 < o.tokens[0] <= o.tokens[1]:
         raise PplError(f"--tokens {o.tokens[0]}-{o.tokens[1]}: expected LEAST-MOST, at least 2")
     o.key()

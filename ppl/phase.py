@@ -200,14 +200,20 @@ class Work:
             if s.store.find(key, arm, launch, repeat) is None:
                 self.one(step, items[text])
         s.flush()
-        if s.options.burst:
-            for arm, launch in self.phase.launches.items():
-                if any(f.arm == arm and not f.repeat for f in s.facts.failures):
-                    continue
-                while arm not in self.down and not burst.score(s, arm, launch):
-                    self.gone(s.servers[arm], "in a burst of all texts")
+        for number in range(1, s.options.bursts + 1) if s.options.burst else ():
+            self._burst(number)
         if self.down:
             self._stopped()
+
+    def _burst(self, number: int) -> None:
+        """Score all texts at once on each arm's server, the arms in turns."""
+        s = self.session
+        arms = list(self.phase.launches.items())
+        for arm, launch in arms if number % 2 else arms[::-1]:
+            if any(f.arm == arm and not f.repeat for f in s.facts.failures):
+                continue
+            while arm not in self.down and not burst.score(s, arm, launch, number):
+                self.gone(s.servers[arm], "in a burst of all texts")
 
     def one(self, step: Step, item: Input) -> float:
         """Score one text, on whatever process the arm has by the end; the request's seconds."""

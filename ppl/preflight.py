@@ -138,7 +138,7 @@ def check(
         whole |= flat({"env": info.get("vllm_env") or {}}) | flat({"machine": machine})
         whole = {k: v for k, v in whole.items() if not OWN.search(k)}
     amiss += [f"{arm}: {x}" for x in _route(snapshot, wanted)]
-    open_ += _blanks(arm, channel, whole)
+    open_ += _blanks(arm, snapshot, whole)
     untouched, problem = _untouched(endpoint, channel)
     if untouched is None:
         open_.append(f"{arm}: that vLLM's own loop is unchanged ({problem})")
@@ -231,11 +231,13 @@ def _route(snapshot: Snapshot, wanted: str | None) -> list[str]:
     return wrong
 
 
-def _blanks(arm: Arm, channel: Channel | None, whole: Mapping[str, Any]) -> list[str]:
+def _blanks(arm: Arm, snapshot: Snapshot, whole: Mapping[str, Any]) -> list[str]:
     blanks = []
+    if snapshot.facts.get("decode_tokens") is None:
+        blanks.append(f"{arm}: up to how many tokens of a text's tail run as decode: assumed 1")
     if not whole:
         blanks.append(f"{arm}: its whole configuration (/server_info needs dev mode)")
-    if channel == "metrics":
+    if snapshot.channel == "metrics":
         blanks.append(f"{arm}: which gather ran, and rows of context (/collective_rpc tells them)")
     return blanks
 
@@ -301,7 +303,8 @@ def configuration(facts: ServerFacts, workspace_rows: int | None) -> Configurati
     """Return what the plan is made from.
 
     Up to how many tokens run as decode only ``/collective_rpc`` tells; elsewhere it counts as 1,
-    and counters of the warm-up show where that is wrong.
+    which ``check`` names as not covered, and counters of a text with such a tail show where that is
+    wrong.
 
     Raises
     ------

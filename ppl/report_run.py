@@ -43,11 +43,18 @@ def _burst(burst: Burst) -> str:
     launches = "1 launch" if burst.launches == 1 else f"{burst.launches} launches"
     words = (
         f"{burst.word}, {burst.identical_texts} of {counted(burst.texts, 'text')} bit-identical "
-        f"over {launches}"
+        f"over {launches} of {counted(burst.bursts, 'burst')}"
     )
     if burst.mean_nats is not None and burst.interval_nats is not None:
         low, high = burst.interval_nats
         words += f", mean {burst.mean_nats:.3g} nats, 90 % [{low:.3g}, {high:.3g}]"
+    if burst.margin_nats is not None:
+        words += f", margin {burst.margin_nats:.3g}"
+    if burst.within_nats is not None and burst.across_nats is not None:
+        pairs = (("A/A", burst.within_nats), ("A/B", burst.across_nats))
+        words += "; mean |d| of two bursts, " + ", ".join(
+            f"{what} {low:.3g} to {high:.3g}" for what, (low, high) in pairs
+        )
     return words
 
 

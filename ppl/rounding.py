@@ -32,6 +32,8 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional
 
+from ppl.errors import PplError
+from ppl.model import k3
 from ppl.model.network import Network, rotate
 from ppl.stats import ArrayF8
 from ppl.store import Floats
@@ -61,6 +63,19 @@ def rough(seed: int, device: str, unit: float = UNIT) -> Rough:
     return moved
 
 
+def covered(network: Network) -> Network:
+    """Return a network whose roundings are known here.
+
+    Raises
+    ------
+    PplError : it is of another architecture.
+
+    """
+    if type(network) not in {Network, k3.Network}:
+        raise PplError(f"where {type(network).__name__} rounds isn't known")
+    return network
+
+
 def log_probs(network: Network, ids: Sequence[int], moved: Rough, ranks: int = 1) -> Floats:
     """Return the log-probability of ``ids[1:]`` where every rounded value is ``moved``.
 
@@ -75,17 +90,21 @@ def log_probs(network: Network, ids: Sequence[int], moved: Rough, ranks: int = 1
     -------
     float32 ``[len(ids) - 1]``, in nats.
 
+    Raises
+    ------
+    PplError : a network that isn't ``covered``.
+
     """
-    device = next(network.parameters()).device
+    device = next(covered(network).parameters()).device
     tokens = torch.tensor(ids, device=device)
     trunk = network.model
     with torch.no_grad():
-        cos, sin = network.angles(len(ids), device)
+        turned = _turning(network, len(ids), device, moved)
         x = trunk.embed_tokens(tokens)
         for layer in trunk.layers:
             part: Any = layer
             h = moved(part.input_layernorm(x))
-            heads = _attention(part.self_attn, h, cos, sin, moved)
+            heads = _attention(part.self_attn, h, turned, moved)
             x = moved(x + _shares(heads, part.self_attn.o_proj.weight, moved, ranks))
             h = moved(part.post_attention_layernorm(x))
             gate, up = moved(part.mlp.gate_proj(h)), moved(part.mlp.up_proj(h))
@@ -106,19 +125,35 @@ def _shares(x: Tensor, weight: Tensor, moved: Rough, ranks: int) -> Tensor:
     return moved(torch.stack([moved(functional.linear(a, w)) for a, w in columns]).sum(0))
 
 
-def _attention(part: Any, h: Tensor, cos: Tensor, sin: Tensor, moved: Rough) -> Tensor:
-    """Return the heads' outputs, ``[tokens, heads * 128]``; parts of a ``network.Attention``."""
+def _turning(network: Network, tokens: int, device: torch.device, moved: Rough) -> Rough:
+    """Return what turns 64 columns by their positions and rounds; Kimi-K3 leaves them alone."""
+    if isinstance(network, k3.Network):
+        return lambda x: x
+    cos, sin = network.angles(tokens, device)
+    return lambda x: moved(rotate(x, cos, sin))
+
+
+def _queries(part: Any, h: Tensor, moved: Rough) -> Tensor:
+    """Return ``[tokens, heads * 192]``: one projection, or Kimi-K3's two with a norm between."""
+    if isinstance(part, k3.Attention):
+        h = moved(part.q_a_layernorm(moved(part.q_a_proj(h))))
+        return moved(part.q_b_proj(h))
+    return moved(part.q_proj(h))
+
+
+def _attention(part: Any, h: Tensor, turned: Rough, moved: Rough) -> Tensor:
+    """Return what is projected out, ``[tokens, heads * 128]``; of either architecture's layer."""
     s = part.shape
     heads = s.num_attention_heads
-    q = moved(part.q_proj(h)).unflatten(-1, (heads, -1)).transpose(0, 1)
+    q = _queries(part, h, moved).unflatten(-1, (heads, -1)).transpose(0, 1)
     q_nope, q_pe = q.split((s.qk_nope_head_dim, s.qk_rope_head_dim), -1)
     compressed = moved(part.kv_a_proj_with_mqa(h))
     latent, k_pe = compressed.split((s.kv_lora_rank, s.qk_rope_head_dim), -1)
     latent = moved(part.kv_a_layernorm(latent))
     kv = moved(part.kv_b_proj(latent)).unflatten(-1, (heads, -1)).transpose(0, 1)
     k_nope, v = kv.split((s.qk_nope_head_dim, s.v_head_dim), -1)
-    k_pe = moved(rotate(k_pe, cos, sin))[None].expand(heads, -1, -1)
-    q = torch.cat((q_nope, moved(rotate(q_pe, cos, sin))), -1)
+    k_pe = turned(k_pe)[None].expand(heads, -1, -1)
+    q = torch.cat((q_nope, turned(q_pe)), -1)
     k = torch.cat((k_nope, k_pe), -1)
     scale = k.shape[-1] ** -0.5
     out = []
@@ -128,7 +163,10 @@ def _attention(part: Any, h: Tensor, cos: Tensor, sin: Tensor, moved: Rough) -> 
         later = torch.ones(upto - at, upto, dtype=torch.bool, device=h.device).triu(at + 1)
         p = moved(torch.softmax(scores.masked_fill_(later, float("-inf")), -1))
         out.append(moved(moved(p @ v[:, :upto])))  # of the context or the new tokens; then merged
-    return torch.cat(out, 1).transpose(0, 1).flatten(-2)
+    found = torch.cat(out, 1).transpose(0, 1).flatten(-2)
+    if isinstance(part, k3.Attention):
+        found = moved(found * moved(moved(part.g_proj(h)).sigmoid()))
+    return found
 
 
 def twins(network: Network, ids: Sequence[int], *, ranks: int, count: int = TWINS) -> Floats:

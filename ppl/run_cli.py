@@ -78,6 +78,9 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     burst: Annotated[  # noqa: FBT002
         bool, typer.Option("--burst", help="Also score all texts at once, as an arm of its own.")
     ] = False,
+    bursts: Annotated[
+        int | None, typer.Option(help="Bursts of each launch, with --burst; default: 3.")
+    ] = None,
     claim: Annotated[str, typer.Option(help="identical or equivalent.")] = "identical",
     margin: Annotated[
         float | None,
@@ -119,7 +122,8 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         tokens=token_range(tokens),
         repeats=repeats,
         launches=launches,
-        burst=burst,
+        burst=burst or bursts is not None,
+        bursts=options.Options.bursts if bursts is None else bursts,
         claim=claim,
         margin=margin,
         key_variable=api_key_env,

@@ -120,7 +120,7 @@ class Session:
             "full": o.full,
             "repeats": o.repeats,
             "launches": o.launches,
-            "burst": o.burst,
+            "burst": o.bursts if o.burst else 0,
             "route": o.route,
             "workspace": o.workspace,
             "arguments": list(o.arguments),
@@ -245,10 +245,11 @@ class Session:
             have = {(r.key.text, *r.run) for r in Store(self.options.out / burst.FOLDER).records()}
             failed = {(f.arm, f.launch) for f in self.facts.failures if not f.repeat}
             steps = [
-                (n, arm, launch, 1)
+                (n, arm, launch, number)
                 for n in names
                 for arm, launch in phase.launches.items()
-                if (n, arm, launch, 1) not in have and (arm, launch) not in failed
+                for number in range(1, self.options.bursts + 1)
+                if (n, arm, launch, number) not in have and (arm, launch) not in failed
             ]
         return steps
 

@@ -23,6 +23,9 @@ LEVEL = 0.05
 DETECTABLE = 7.85
 """(z(0.975) + z(0.8))^2: 80 % power at a two-sided 5 %. n = 7.85 s^2 / d^2."""
 BOOTSTRAP_DRAWS = 4_999
+MOST_WAYS = 20_000
+DRAWN = 10_000
+"""Ways to divide launches into two arms: up to so many all count, beyond so many are drawn."""
 SEPARATION = 5.0
 """Least A/B pair over greatest A/A pair from which a route stands apart.
 
@@ -160,7 +163,7 @@ class Noise(_Frozen):
     within : distances between launches of one arm (A/A).
     across : distances between a launch of each arm (A/B).
     p : share of the ways to divide the launches into two arms at which A/B exceeds A/A by at
-        least as much: exact, every way counted.
+        least as much: exact, every way counted, up to ``MOST_WAYS`` of them.
     least_p : the smallest p that so many launches can give.
     separation : least A/B over greatest A/A; None where A/A is 0 and A/B isn't (infinite).
     distinguishable : whether the route stands apart from a relaunch.
@@ -197,25 +200,23 @@ def noise(distance: ArrayF8, arms: Sequence[int]) -> Noise | None:
     if min(second, n - second) < 2:  # noqa: PLR2004 - a pair
         return None
     pairs = list(itertools.combinations(range(n), 2))
+    within = [float(distance[i, j]) for i, j in pairs if arms[i] == arms[j]]
+    across = [float(distance[i, j]) for i, j in pairs if arms[i] != arms[j]]
+    total = math.fsum(within) + math.fsum(across)
 
-    def split(chosen: frozenset[int]) -> tuple[list[float], list[float]]:
-        within = [float(distance[i, j]) for i, j in pairs if (i in chosen) == (j in chosen)]
-        across = [float(distance[i, j]) for i, j in pairs if (i in chosen) != (j in chosen)]
-        return within, across
+    def excess(ours: ArrayF8) -> ArrayF8:
+        apart = np.asarray((ours @ distance * (1 - ours)).sum(-1), dtype=np.float64)
+        return np.asarray(apart / len(across) - (total - apart) / len(within))
 
-    def excess(chosen: frozenset[int]) -> float:
-        within, across = split(chosen)
-        return math.fsum(across) / len(across) - math.fsum(within) / len(within)
-
-    ours = frozenset(i for i in range(n) if arms[i])
-    observed = excess(ours)
-    ways = [frozenset(c) for c in itertools.combinations(range(n), second)]
+    mine = np.asarray([float(bool(a)) for a in arms])
+    ways = _ways(n, second)
     tolerance = 1e-12 * float(np.abs(distance).max())
-    as_large = sum(excess(w) >= observed - tolerance for w in ways)
-    within, across = split(ours)
-    p = as_large / len(ways)
+    as_large = int(np.count_nonzero(excess(ways) >= excess(mine) - tolerance))
+    # Drawn ways lack the one that was observed.
+    drawn = len(ways) < math.comb(n, second)
+    p = (as_large + drawn) / (len(ways) + drawn)
     # Where both arms have as many launches, swapping the arms' names divides them the same way.
-    least = (2 if 2 * second == n else 1) / len(ways)
+    least = (2 if 2 * second == n else 1) / math.comb(n, second)
     greatest, lowest = max(within), min(across)
     apart = lowest > SEPARATION * greatest
     return Noise(
@@ -229,14 +230,34 @@ def noise(distance: ArrayF8, arms: Sequence[int]) -> Noise | None:
     )
 
 
-def launch_error(arms: Sequence[Sequence[float]]) -> tuple[float, int] | None:
+def _ways(n: int, second: int) -> ArrayF8:
+    """Return ``[ways, n]`` of 0 and 1, ``second`` ones in each: all, or ``DRAWN`` at random."""
+    if math.comb(n, second) <= MOST_WAYS:
+        chosen = np.asarray(list(itertools.combinations(range(n), second)))
+    else:
+        rng = np.random.default_rng(0)
+        chosen = rng.random((DRAWN, n)).argpartition(second, axis=1)[:, :second]
+    ways = np.zeros((len(chosen), n))
+    np.put_along_axis(ways, chosen, 1.0, axis=1)
+    return ways
+
+
+def launch_error(
+    arms: Sequence[Sequence[float]], pooled: Sequence[bool] = (True, True)
+) -> tuple[float, int] | None:
     """Return the standard error of a difference of two arms from their launches' means, and its df.
 
-    sqrt(s^2 (1/a + 1/b)), s^2 pooled over the arms with a + b - 2 degrees of freedom; None where no
-    arm was launched twice.
+    sqrt(s^2 (1/a + 1/b)), s^2 pooled over the arms with a + b - 2 degrees of freedom, or of one arm
+    alone with a - 1; None where no arm that counts was launched twice.
+
+    Parameters
+    ----------
+    pooled : whether each arm's spread counts.
+
     """
-    degrees = sum(len(a) - 1 for a in arms)
+    counted = [a for a, counts in zip(arms, pooled, strict=True) if counts]
+    degrees = sum(len(a) - 1 for a in counted)
     if degrees < 1 or min(len(a) for a in arms) < 1:
         return None
-    squares = math.fsum((x - math.fsum(a) / len(a)) ** 2 for a in arms for x in a)
+    squares = math.fsum((x - math.fsum(a) / len(a)) ** 2 for a in counted for x in a)
     return math.sqrt(squares / degrees * math.fsum(1 / len(a) for a in arms)), degrees

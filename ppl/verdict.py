@@ -66,6 +66,7 @@ def decide(
     test: Tost | None,
     noise: Noise | None,
     launches: tuple[float, int] | None,
+    apart: str = "",
 ) -> Verdict:
     """Go down the ladder.
 
@@ -77,6 +78,7 @@ def decide(
     test : of the exposed text means; None where there are none.
     noise : A/B against between-launch A/A; None without a relaunch.
     launches : standard error between launches of the mean difference, and degrees of freedom.
+    apart : how many tokens differ and by how much, in words; told where nothing is decided.
 
     """
 
@@ -90,12 +92,19 @@ def decide(
     if identical:
         return made("IDENTICAL", "every scored token of every run is bit-equal")
     word, *reasons = _by_interval(test, noise, launches, claim)
+    if word == "INCONCLUSIVE" and apart:
+        reasons.append(apart)
     return made(word, *reasons)
 
 
 def _by_interval(
     test: Tost, noise: Noise | None, launches: tuple[float, int] | None, claim: Claim
 ) -> tuple[Word, *tuple[str, ...]]:
+    if test.texts == 1:
+        return (
+            "INCONCLUSIVE",
+            f"one text has no interval (mean {test.mean:.3g} nats): score more texts",
+        )
     interval = f"the 90 % interval [{test.low:.3g}, {test.high:.3g}] nats"
     margin = test.margin
     if test.low > margin or test.high < -margin:

@@ -18,7 +18,7 @@ class RouteExtension:
         from kvroute.threshold import decode_tokens
 
         if "decode_tokens" not in TALLY.facts:  # builders are there before the first request
-            TALLY.note(decode_tokens=decode_tokens())
+            TALLY.note(decode_tokens=decode_tokens(self))
         TALLY.write()
         return TALLY.snapshot()
 

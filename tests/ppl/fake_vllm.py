@@ -42,7 +42,10 @@ def log_probs(ids: list[int], seed: int = 0) -> Any:
 
 @dataclass
 class Options:
-    """A fake server; ``shift_nats`` lowers exposed log-probs, ``noise_nats`` draws by process."""
+    """A fake server; ``shift_nats`` lowers exposed log-probs, ``noise_nats`` draws by process.
+
+    ``crowded_nats`` lowers them once several requests have run at the same time.
+    """
 
     port: int = 0
     route: str = "stock"
@@ -58,6 +61,7 @@ class Options:
     version: str = "0.0.fake"
     shift_nats: float = 0.0
     noise_nats: float = 0.0
+    crowded_nats: float = 0.0
     delay_s: float = 0.0
     key: str = ""
     requests: str = ""
@@ -79,6 +83,7 @@ class Fake:
     finished: int = 0
     tokens: int = 0
     running: int = 0
+    crowded: bool = False
     step: int = 0
     generation: int = 0
     instance: str = field(default_factory=lambda: f"{os.getpid()}-{time.time_ns()}")
@@ -88,6 +93,7 @@ class Fake:
         o = self.options
         with self.lock:
             self.running += 1
+            self.crowded |= self.running > 1
             if o.requests:
                 with Path(o.requests).open("a", encoding="utf-8") as f:
                     f.write(f"{o.route} {hashlib.sha256(str(ids).encode()).hexdigest()}\n")
@@ -103,6 +109,9 @@ class Fake:
         values = log_probs(ids, o.seed)
         exposed = min(o.budget, len(values))
         values[exposed:] -= np.float32(o.shift_nats)
+        if o.crowded_nats:
+            time.sleep(0.05)  # so that a burst's requests meet
+            values[exposed:] -= np.float32(o.crowded_nats * self.crowded)
         if o.noise_nats:
             own = int(hashlib.sha256(self.instance.encode()).hexdigest()[:8], 16)
             rng = np.random.default_rng([own, sum(ids)])
@@ -157,6 +166,7 @@ class Fake:
                 "world": RANKS,
                 "dcp": RANKS,
                 "gather": "fake",
+                "decode_tokens": 1,
                 "workspace_rows": o.workspace + o.workspace // RANKS if self.finished else None,
                 "vllm": o.version,
             }

@@ -17,14 +17,22 @@ import torch  # noqa: E402 - the packages decide first
 from ppl import dcp_evidence, rounding  # noqa: E402
 from ppl.dcp_evidence import TextFigures, figures  # noqa: E402
 from ppl.errors import PplError  # noqa: E402
+from ppl.model import k3  # noqa: E402
 from ppl.model.network import Network, Shape  # noqa: E402
 
 TOKENS = 120
 
 
-@pytest.fixture(scope="module")
-def network() -> Network:
-    made = Network(Shape(num_hidden_layers=2, hidden_size=64, intermediate_size=96))
+def of(architecture: str) -> Network:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+    if architecture == "kimi_linear":
+        return k3.Network(k3.Shape(**small, q_lora_rank=48))
+    return Network(Shape(**small))
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "kimi_linear"])
+def network(request: pytest.FixtureRequest) -> Network:
+    made = of(request.param)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in made.parameters():
@@ -44,6 +52,58 @@ def test_without_roundings_a_twin_is_the_reference(network: Network, ids: list[i
         rows = torch.log_softmax(network(torch.tensor([ids]))[0], -1)
     wanted = rows[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
     assert np.abs(mine - wanted.numpy()).max() < 1e-4
+
+
+def test_each_part_of_a_kimi_layer_is_rounded(ids: list[int]) -> None:
+    """What is rounded is counted: two more for the queries, three for the gate, no rotation."""
+
+    def roundings(architecture: str) -> int:
+        counted = []
+        rounding.log_probs(of(architecture).eval(), ids, lambda x: counted.append(1) or x)
+        return len(counted)
+
+    layers = 2
+    assert roundings("kimi_linear") - roundings("deepseek_v2") == layers * (2 + 3 - 2)
+
+
+def test_another_architecture_is_not_taken_for_one_of_these(ids: list[int]) -> None:
+    class Other(Network):
+        pass
+
+    with pytest.raises(PplError, match="where Other rounds isn't known"):
+        rounding.log_probs(Other(Shape(num_hidden_layers=1)), ids, lambda x: x)
+
+
+@pytest.mark.parametrize("gate", [1.0, 0.0])
+def test_a_folder_of_either_architecture_gives_tolerances(
+    gate: float, network: Network, ids: list[int], tmp_path: Path
+) -> None:
+    """The servers' part is played by bfloat16 itself, and by a model without its last layer."""
+    for module in ("httpx2", "safetensors", "stamina"):
+        pytest.importorskip(module)
+    from ppl import dcp, model
+    from ppl.facts import TextFacts
+    from ppl.inputs import Input
+    from ppl.model.network import load, save
+    from ppl.options import Options
+    from ppl.pace import Pace
+
+    save(network, tmp_path)
+    stored = load(tmp_path)
+    with torch.no_grad():
+        stored.model.layers[1].self_attn.o_proj.weight.mul_(gate)
+    facts = TextFacts(text="t", title="", source="", sha256="", tokens=TOKENS, ids_sha256="")
+    found = dcp.Found()
+    found.scores["t"] = {
+        "stock": rounding.log_probs(stored, ids, lambda x: x.bfloat16().float(), ranks=2)
+    }
+    assert (tmp_path / model.WEIGHTS).is_file()
+    asked = Options(tp=2)
+    with Pace() as pace:
+        allowed = dcp._of_network(asked, str(tmp_path), [Input(facts, tuple(ids))], found, pace)
+    assert found.not_covered == []
+    assert allowed["t"](np.ones(TOKENS - 1, dtype=np.bool_)).rms > 0
+    assert bool(found.amiss) == (gate == 0)
 
 
 def rounded(unit: float) -> Any:

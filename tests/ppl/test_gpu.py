@@ -15,6 +15,7 @@ from kvroute import serve, threshold  # noqa: E402 - the packages decide first
 from ppl import model as small  # noqa: E402
 from ppl import preflight, servers  # noqa: E402
 from ppl.facts import ARMS, Arm, Instance, ServerFacts  # noqa: E402
+from ppl.observe import Snapshot  # noqa: E402
 from ppl.options import Options  # noqa: E402
 from ppl.plan import Configuration, request  # noqa: E402
 from ppl.servers import Launched, Server  # noqa: E402
@@ -150,23 +151,88 @@ def test_a_tail_that_runs_as_decode_is_planned_where_the_server_tells_its_thresh
     assert isinstance(made, Configuration)
 
 
-def test_the_threshold_is_the_largest_of_the_builders_of_this_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Base:
-        reorder_batch_threshold: int | None = 1
+class Builder:
+    reorder_batch_threshold: int | None = 1
 
-    class Other(Base):
-        def __init__(self) -> None:
-            self.reorder_batch_threshold = 512
 
+class FlashAttention(Builder):
+    def __init__(self) -> None:
+        self.reorder_batch_threshold = 512
+
+
+class LinearAttention:
+    reorder_batch_threshold = 4096
+
+
+def worker(*kinds: type, nested: bool = True) -> Any:
+    """Return a worker as vLLM's is, as far as builders are looked for."""
+    groups = [SimpleNamespace(metadata_builders=[kind()]) for kind in kinds]
+    runner = SimpleNamespace(attn_groups=[groups, []] if nested else groups)
+    return SimpleNamespace(model_runner=runner)
+
+
+@pytest.fixture
+def mla(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "vllm.model_executor.layers.attention.mla_attention"
-    fake = SimpleNamespace(MLACommonMetadataBuilder=Base)
+    fake = SimpleNamespace(MLACommonMetadataBuilder=Builder)
     monkeypatch.setitem(threshold.sys.modules, name, fake)
+
+
+@pytest.mark.usefixtures("mla")
+def test_the_threshold_is_the_largest_of_the_builders_of_this_process() -> None:
     assert threshold.decode_tokens() is None
-    held = [Base(), Other()]
+    held = [Builder(), FlashAttention()]
     assert threshold.decode_tokens() == 512
     del held
+
+
+@pytest.mark.usefixtures("mla")
+def test_the_threshold_is_read_from_the_worker_where_the_heap_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threshold.gc, "get_objects", list)  # as after gc.freeze()
+    held = [FlashAttention()]
+    assert threshold.decode_tokens() is None
+    for nested in (True, False):
+        mine = worker(Builder, LinearAttention, FlashAttention, nested=nested)
+        assert threshold.decode_tokens(mine) == 512
+    assert threshold.decode_tokens(worker(Builder, LinearAttention)) == 1
+    assert threshold.decode_tokens(worker(LinearAttention)) is None
+    for other in (object(), SimpleNamespace(model_runner=SimpleNamespace(attn_groups=None))):
+        assert threshold.decode_tokens(other) is None
+    del held
+
+
+@pytest.mark.usefixtures("mla")
+def test_a_worker_of_another_form_leaves_the_old_way() -> None:
+    held = [FlashAttention()]
+    assert threshold.decode_tokens(SimpleNamespace(model_runner=None)) == 512
+    del held
+
+
+@pytest.mark.usefixtures("mla")
+def test_the_extension_asks_the_worker_that_it_is_mixed_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvroute import extension, tally
+
+    class Worker(extension.RouteExtension):
+        model_runner = worker(FlashAttention).model_runner
+
+    monkeypatch.setattr(threshold.gc, "get_objects", list)
+    monkeypatch.setattr(tally, "TALLY", tally.Tally())
+    assert Worker().bytegate_route()["decode_tokens"] == 512
+
+
+def test_an_untold_threshold_is_named() -> None:
+    for facts, named in (
+        ({}, True),
+        ({"decode_tokens": None}, True),
+        ({"decode_tokens": 1}, False),
+    ):
+        seen = Snapshot(channel="collective_rpc", facts=facts)
+        blanks = preflight._blanks("fused", seen, {"a": 1})
+        assert any("as decode: assumed 1" in x for x in blanks) == named
 
 
 def test_an_address_in_memory_is_no_configuration() -> None:

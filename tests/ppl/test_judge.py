@@ -197,8 +197,25 @@ def test_texts_too_short_to_reach_the_path() -> None:
 def test_one_text_alone() -> None:
     assert decide(results(same, texts=1)).verdict == "IDENTICAL"
     made = decide(noisy(0, Noise(token=1e-4), texts=1))
-    assert made.verdict == "INCONCLUSIVE"
+    assert (made.verdict, made.exit_code) == ("INCONCLUSIVE", 3)
     assert PplEvidence.model_validate_json(made.model_dump_json()) == made
+
+
+def test_one_text_that_differs_says_by_how_much() -> None:
+    def change(_text: int, run: compare.Run, values: Floats) -> Floats:
+        if run[0] == "fused":
+            values[150:250] -= 0.25
+            values[203] -= 17.75
+        return values
+
+    one = decide(results(change, texts=1, runs=RUNS))
+    assert (one.verdict, one.exit_code) == ("INCONCLUSIVE", 3)
+    assert one.decided.reasons == (
+        "one text has no interval (mean -0.142 nats): score more texts",
+        "100 of 300 exposed tokens differ, by up to 18 nats",
+    )
+    assert "inf" not in " ".join(one.decided.reasons)
+    assert decide(results(change, texts=4)).verdict == "DIFFERENT"
 
 
 def test_differences_that_the_route_cannot_make_are_warned_about() -> None:

@@ -134,7 +134,7 @@ def test_the_runner_killed_at_ten_random_moments(texts: Path, tmp_path: Path) ->
             (arm, ids)
             for ids in {a for a, *_ in stored(tmp_path / "whole")}
             for arm in ("stock", "fused")
-            for _ in range(3 + 2)  # three results, and two bursts
+            for _ in range(3 + 2 * 3)  # three results, and three bursts of each launch
         )
         missing -= Counter((arm, ids) for ids, _, arm, _, _ in stored(out) if out.exists())
         with start(texts, out, "--burst", requests=str(log), delay_s=0.15) as run:

@@ -25,6 +25,7 @@ from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
 from ppl.options import Options
 from ppl.pace import Pace
+from ppl.store import Store
 
 TEXTS = 4
 WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. "
@@ -326,6 +327,25 @@ def test_a_burst_of_all_texts(fake: Start, texts: Path, tmp_path: Path) -> None:
     assert made.run is not None
     assert made.run.burst is not None
     assert (made.run.burst.word, made.run.burst.identical_texts) == ("IDENTICAL", TEXTS)
+    assert (made.run.burst.launches, made.run.burst.bursts) == (1, 3)
+    assert made.run.burst.floor_nats == 0
+    runs = {r.run for r in Store(tmp_path / "out" / "burst").records()}
+    assert runs == {(arm, 1, n) for arm in ("stock", "fused") for n in (1, 2, 3)}
+
+
+def test_a_race_that_shows_only_in_a_burst_is_a_race(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", crowded_nats=0.05)
+    made = go(fake(), fused, texts, tmp_path / "out", burst=True, bursts=2)
+    assert made.identity is not None
+    assert made.identity.identical_texts == TEXTS
+    assert (made.verdict, made.exit_code) == ("DIFFERENT", 1), made.decided
+    assert all("in a burst of all texts" in r for r in made.decided.reasons)
+    assert made.run is not None
+    assert made.run.burst is not None
+    assert made.run.burst.bursts == 2
+    assert any("from the text scored alone" in w for w in made.warnings)
 
 
 def test_the_key_is_sent_and_kept_nowhere(

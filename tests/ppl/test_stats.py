@@ -142,6 +142,24 @@ def test_launches_alone_seldom_look_like_a_route() -> None:
         assert sum(n.distinguishable for n in found if n) <= most * 1_500
 
 
+def test_many_launches_are_divided_at_random() -> None:
+    arms = [0] * 9 + [1] * 9  # 48,620 ways
+    apart = stats.noise(distances(np.r_[np.linspace(0, 1, 9), np.linspace(5, 6, 9)]), arms)
+    assert apart is not None
+    assert apart.least_p == pytest.approx(2 / 48_620)
+    assert 1 / 10_001 <= apart.p < 0.01
+    assert apart.distinguishable
+    near = stats.noise(distances(np.random.default_rng(3).standard_normal(18)), arms)
+    assert near is not None
+    assert not near.distinguishable
+
+
+def test_the_error_of_one_arm_alone() -> None:
+    arms = [[0.0, 2.0], [0.0, 20.0]]
+    assert stats.launch_error(arms, (True, False)) == (pytest.approx(math.sqrt(2.0)), 1)
+    assert stats.launch_error([[0.0], [0.0, 20.0]], (True, False)) is None
+
+
 def test_the_error_between_launches() -> None:
     assert stats.launch_error([[0.0], [1.0]]) is None
     error = stats.launch_error([[0.0, 2.0], [0.0, 2.0]])

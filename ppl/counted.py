@@ -24,21 +24,29 @@ def counters(text: str) -> dict[str, int]:
 
     Returns
     -------
-    The sums of ``ROUTE``, 0 where there is none; ``ranks``, how many the route's are of; and those
-    of ``CACHE`` that vLLM tells.
+    The sums of ``ROUTE``, 0 where there is none; and those of ``CACHE`` that vLLM tells.
 
     """
     found = dict.fromkeys(ROUTE, 0)
-    ranks = set()
+    for each in by_rank(text).values():
+        for name, value in each.items():
+            found[name] += value
+    for sample in samples(text):
+        if sample.name in CACHE:
+            mine = CACHE[sample.name]
+            found[mine] = found.get(mine, 0) + int(sample.value)
+    return found
+
+
+def by_rank(text: str) -> dict[str, dict[str, int]]:
+    """Return the route's counters of every rank that ``/metrics`` has, by its label."""
+    found: dict[str, dict[str, int]] = {}
     for sample in samples(text):
         name = sample.name.removeprefix("bytegate_").removesuffix("_total")
         if sample.name == f"bytegate_{name}_total" and name in ROUTE:
-            found[name] += int(sample.value)
-            ranks.add(sample.labels.get("rank", ""))
-        elif sample.name in CACHE:
-            mine = CACHE[sample.name]
-            found[mine] = found.get(mine, 0) + int(sample.value)
-    return {**found, "ranks": len(ranks)}
+            mine = found.setdefault(sample.labels.get("rank", ""), dict.fromkeys(ROUTE, 0))
+            mine[name] += int(sample.value)
+    return found
 
 
 def place(result: Path) -> Path:
@@ -48,12 +56,19 @@ def place(result: Path) -> Path:
 
 def write(result: Path, before: str, after: str) -> None:
     """Keep two answers of ``/metrics`` beside a result, as counters."""
-    both = {"before": counters(before), "after": counters(after)}
+    earlier = by_rank(before)
+    ranks = {
+        rank: {name: n - earlier.get(rank, {}).get(name, 0) for name, n in each.items()}
+        for rank, each in by_rank(after).items()
+    }
+    both = {"before": counters(before), "after": counters(after), "ranks": ranks}
     place(result).write_text(json.dumps(both, indent=1) + "\n", encoding="utf-8")
 
 
 def read(result: Path) -> dict[str, int]:
-    """Return what was counted in a run; ``ranks`` as they were after it.
+    """Return what was counted in a run, over all ranks.
+
+    ``ranks`` are those on which the loop had chunks, ``packing_ranks`` those that packed.
 
     Raises
     ------
@@ -65,11 +80,12 @@ def read(result: Path) -> dict[str, int]:
         raw = json.loads(path.read_text(encoding="utf-8"))
         before = {name: int(n) for name, n in raw["before"].items()}
         after = {name: int(n) for name, n in raw["after"].items()}
+        ranks = sum(each["chunks"] > 0 for each in raw["ranks"].values())
+        packing = sum(each["packs"] > 0 for each in raw["ranks"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise PplError(f"the counters of a run are missing in {path}: {e!r}") from None
-    ranks = after.pop("ranks", 0)
     found = {name: n - before.get(name, 0) for name, n in after.items()}
     fell = [name for name, n in found.items() if n < 0]
     if fell:
         raise PplError(f"the counter {fell[0]} fell in a run: its server was started again; {path}")
-    return {**found, "ranks": ranks}
+    return {**found, "ranks": ranks, "packing_ranks": packing}

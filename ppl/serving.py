@@ -146,7 +146,7 @@ def compare(
         except httpx2.HTTPError as e:
             raise PplError(f"{who}: {e}; its log is {log}") from None
     caching = any(load.sessions for load in loads)
-    invalid = amiss(ORDER, packs, runs, caching=caching)
+    invalid = amiss(ORDER, packs, runs, caching=caching, ranks=options.tp)
     return Serving(
         routes=routes,
         model=model.name,
@@ -227,6 +227,7 @@ def amiss(
     runs: Sequence[ServingRun],
     *,
     caching: bool = False,
+    ranks: int = 1,
 ) -> list[str]:
     """Return why the figures can't be used.
 
@@ -235,6 +236,7 @@ def amiss(
     packs : what each launch counted, warm-ups included.
     runs : with what each of them counted by itself.
     caching : whether requests share a prefix, which the cache has to give them.
+    ranks : that a server has at least, and that each have to count.
 
     """
     wrong = []
@@ -253,7 +255,7 @@ def amiss(
             wrong.append(f"{who}: {run.failed} requests failed")
         if not run.counters:
             continue
-        why = _route(run.route, run.counters)
+        why = _route(run.route, run.counters) or _ranks(run, ranks)
         if why and (run.route, run.launch) not in told:
             wrong.append(f"{who} {why}")
         if caching and run.counters.get("cache_hits") == 0:
@@ -269,6 +271,17 @@ def _route(arm: str, count: dict[str, int]) -> str:
         return f"packed {count['packs']:,} chunks by the routed kernel"
     if arm == FUSED and not count["packs"]:
         return "packed nothing by the routed kernel"
+    return ""
+
+
+def _ranks(run: ServingRun, ranks: int) -> str:
+    """Say that some ranks didn't do what others did; empty where all did."""
+    ran = run.counters.get("ranks", 0)
+    if ran < ranks:
+        return f"reached the path under test on {ran} of {ranks} ranks"
+    packed = run.counters.get("packing_ranks", 0)
+    if run.route == FUSED and packed < ran:
+        return f"packed by the routed kernel on {packed} of {ran} ranks"
     return ""
 
 

@@ -56,7 +56,7 @@ def measure(
     except subprocess.TimeoutExpired:
         raise PplError(f"vLLM's benchmark client took over {CLIENT_S:,} s; see {log}") from None
     if done.returncode:
-        last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
+        last = last_line(log.read_text("utf-8", "replace"))
         raise PplError(f"vLLM's benchmark client ended with {done.returncode}: {last}; see {log}")
     made = [
         read(folder / f"{mine}-{repeat}.json", arm, int(launch), repeat, load.concurrency)
@@ -69,6 +69,12 @@ def measure(
             f"{rate:,.0f} tokens/s{_hits(run.counters)}"
         )
     return made
+
+
+def last_line(text: str) -> str:
+    """Return the last line that a client wrote, before what its libraries say when it ends."""
+    said = text.partition("\nnanobind: leaked")[0].strip().splitlines()
+    return said[-1] if said else "no output"
 
 
 def _hits(found: dict[str, int]) -> str:

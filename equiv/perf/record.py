@@ -81,7 +81,8 @@ class ServingRun:
     concurrency : requests at a time; 0 in files from before levels.
     wall_s : the client's seconds from the first request to the last answer.
     counters : what the server counted in this run alone, as ``ppl.counted`` reads it: the route's
-        counters over all ``ranks``, ``cache_queries`` and ``cache_hits`` in tokens.
+        counters over all ``ranks``, of which ``packing_ranks`` packed; ``cache_queries`` and
+        ``cache_hits`` in tokens.
 
     """
 

@@ -100,8 +100,8 @@ def test_repeats_of_a_launch_count_once() -> None:
 
 # -- what is not believed ---------------------------------------------------------------
 
-GOOD = {"calls": 8, "chunks": 8, "packs": 0}
-PACKED = {"calls": 8, "chunks": 8, "packs": 8}
+GOOD = {"calls": 8, "chunks": 8, "packs": 0, "ranks": 8, "packing_ranks": 0}
+PACKED = GOOD | {"packs": 8, "packing_ranks": 8}
 ONE = ServingRun("stock", 1, 1, 4, 0, {})
 
 
@@ -132,14 +132,24 @@ def test_routes_that_did_not_run_and_requests_that_failed(
         (GOOD | {"chunks": 0}, "stock launch 1 at 8 run 2 never reached the path"),
         (GOOD | {"packs": 3}, "stock launch 1 at 8 run 2 packed 3 chunks by the routed kernel"),
         (GOOD | {"cache_hits": 0}, "stock launch 1 at 8 run 2 found nothing in the prefix cache"),
+        (GOOD | {"ranks": 7}, "stock launch 1 at 8 run 2 reached the path under test on 7 of 8"),
     ],
 )
 def test_every_run_of_every_level_is_looked_at(counters: dict[str, int], says: str | None) -> None:
     run = ServingRun("stock", 1, 2, 4, 0, {}, concurrency=8, counters=counters)
-    wrong = serving.amiss(["stock", "fused"], [GOOD, PACKED], [run], caching=True)
+    wrong = serving.amiss(["stock", "fused"], [GOOD, PACKED], [run], caching=True, ranks=8)
     assert (wrong == []) == (says is None)
     assert says is None or says in wrong[0]
     assert len(wrong) < 2
+
+
+@pytest.mark.parametrize("packing", [8, 7])
+def test_every_rank_has_to_pack(packing: int) -> None:
+    counters = PACKED | {"packing_ranks": packing}
+    run = ServingRun("fused", 1, 1, 4, 0, {}, concurrency=8, counters=counters)
+    wrong = serving.amiss(["stock", "fused"], [GOOD, PACKED], [run], ranks=8)
+    said = "fused launch 1 at 8 run 1 packed by the routed kernel on 7 of 8 ranks"
+    assert wrong == ([] if packing == 8 else [said])
 
 
 def test_a_cache_that_tells_nothing_is_not_covered_by_name() -> None:
@@ -151,7 +161,7 @@ def test_a_cache_that_tells_nothing_is_not_covered_by_name() -> None:
     ]
 
 
-NO_COUNTS = {"calls": 0, "chunks": 0, "context_tokens": 0, "packs": 0, "pack_rows": 0, "ranks": 0}
+NO_COUNTS = {"calls": 0, "chunks": 0, "context_tokens": 0, "packs": 0, "pack_rows": 0}
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -167,17 +177,19 @@ def test_counters_are_summed_over_ranks(ranks: int) -> None:
         'vllm:prefix_cache_hits_total{engine="0"} 60.0\n'
     )
     cached = {"cache_queries": 100, "cache_hits": 60}
-    counts = {"packs": 8 * ranks, "pack_rows": 1_600_000 * ranks, "ranks": ranks}
+    counts = {"packs": 8 * ranks, "pack_rows": 1_600_000 * ranks}
     assert counted.counters(text) == NO_COUNTS | counts | cached
     assert counted.counters("") == NO_COUNTS
 
 
 def test_a_run_counts_what_came_in_it_alone(tmp_path: Path) -> None:
     line = 'bytegate_chunks_total{{rank="{}",route="stock",switch=""}} {}.0\n'
-    before, after = ("".join(line.format(rank, n) for rank in (0, 1)) for n in (5, 9))
+    before, after = ("".join(line.format(rank, n) for rank in range(8)) for n in (5, 9))
+    after = after.replace(line.format(6, 9), line.format(6, 5))  # one that did nothing
     result = tmp_path / "stock-1-at-2-1.json"
     counted.write(result, before, after)
-    assert counted.read(result) == NO_COUNTS | {"chunks": 8, "ranks": 2}
+    ranks = {"ranks": 7, "packing_ranks": 0}
+    assert counted.read(result) == NO_COUNTS | {"chunks": 7 * 4} | ranks
     counted.write(result, after, before)
     with pytest.raises(PplError, match="the counter chunks fell in a run"):
         counted.read(result)
@@ -429,7 +441,8 @@ for n in range(1, int(repeats) + 1):
     with open(f"{folder}/{stem}-{n}.json", "w") as f:
         json.dump({"duration": 2.0, **figures}, f)
     with open(f"{folder}/{stem}-{n}.counters.json", "w") as f:
-        json.dump({"before": {}, "after": json.loads(counts)}, f)
+        mine = json.loads(counts)
+        json.dump({"before": {}, "after": mine, "ranks": {"0": mine, "1": mine}}, f)
 """
 
 
@@ -600,6 +613,13 @@ def test_a_client_that_fails_is_one_line(
     monkeypatch.setattr(serving_client, "client_command", lambda *_: failing)
     with pytest.raises(PplError, match=r"client ended with 7: oh; see .*stock-1-at-2-client.log"):
         serving.compare(ServeOptions(), [LOAD], tmp_path)
+
+
+def test_what_a_client_said_last_is_not_what_its_libraries_did() -> None:
+    noise = "\nnanobind: leaked 2 types!\n - leaked type x\nSee https://nanobind.readthedocs.io\n"
+    assert serving_client.last_line("one\nrefused" + noise) == "refused"
+    assert serving_client.last_line("one\nrefused\n\n") == "refused"
+    assert serving_client.last_line("") == "no output"
 
 
 def test_a_server_that_does_not_start_is_one_line(

@@ -10,15 +10,16 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from equiv.command import nothing_before, run_app
-from equiv.errors import NotCovered, UsageError, worst
+from equiv.errors import worst
 from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
+from equiv.perf.cli import perf
 from equiv.profiles import PROFILES
 from ppl.cli import ppl_app
 from texts.cli import texts_app
@@ -41,6 +42,7 @@ app.add_typer(equiv_app, name="equiv")
 app.add_typer(loop_app, name="loop")
 app.add_typer(gate_app, name="gate")
 app.command()(verify)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(perf)
 app.add_typer(texts_app, name="texts")
 app.add_typer(ppl_app, name="ppl")
 
@@ -306,91 +308,6 @@ def doctor(
         sys.stdout.write(json.dumps(examination.as_json(machine, checks), indent=1) + "\n")
     else:
         document.show(examination.blocks(machine, checks), sys.stdout)
-
-
-PARTS = ("tail", "serving")
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def perf(
-    context: typer.Context,
-    *,
-    part: Annotated[
-        list[str] | None, typer.Option(help="tail or serving. Repeatable; both by default.")
-    ] = None,
-    pair: PairOption = "kvpack",
-    candidate: CandidateOption = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(help="Sizes of the tail, such as T=16384,65536. Repeatable."),
-    ] = None,
-    device: DeviceOption = None,
-    library: LibraryOption = None,
-    route: Annotated[str, typer.Option(help="Route of the second servers.")] = "fused",
-    model: Annotated[str | None, typer.Option(help="Folder or name; small without a GPU.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 2,
-    dcp: Annotated[int, typer.Option(min=1, help="Decode context parallel size.")] = 2,
-    input_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Of a request; 32,000 on a GPU, 1,500 elsewhere.")
-    ] = None,
-    output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a request; 128 on a GPU, 8 elsewhere.")
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Of a run; 64 on a GPU, 8 elsewhere.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs in a launch.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for perf.json and perf.md.")] = Path("out/perf"),
-) -> None:
-    """Measure the tail on a GPU, and serving by route; arguments that aren't ours are vLLM's."""
-    unknown = set(part or ()) - set(PARTS)
-    if unknown:
-        raise UsageError(f"part {min(unknown)!r}: expected {' or '.join(PARTS)}")
-    from equiv import document
-    from equiv.pairs import add_checkout_paths
-    from equiv.perf import report, run, tail
-    from equiv.run import find_device
-
-    add_checkout_paths()
-    where = find_device(device)
-    gpu = where.startswith("cuda")
-
-    def serving(said: run.Progress) -> Any:
-        try:
-            from ppl.serving import Load, compare, options_of
-        except ModuleNotFoundError as e:
-            raise NotCovered(f"this needs {e.name}: pip install 'bytegate[ppl]'") from None
-        load = Load(
-            input_tokens=input_tokens or (32_000 if gpu else 1_500),
-            output_tokens=output_tokens or (128 if gpu else 8),
-            requests=requests or (64 if gpu else 8),
-            concurrency=concurrency,
-            repeats=repeats,
-        )
-        asked = options_of(model, tp, dcp, context.args)
-        return compare(asked, load, out / "serving", fused=route, progress=said)
-
-    def progress(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-
-    made = run.run(
-        run.Asked(
-            pair=pair,
-            candidates=tuple(candidate or ()),
-            device=where,
-            library=library,
-            out=out,
-            command=command_line(),
-            tail=not part or "tail" in part,
-            only=dict(map(tail.sizes, size or ())),
-            serving=serving if not part or "serving" in part else None,
-        ),
-        progress,
-    )
-    document.show(report.blocks(made), sys.stdout)
-    sys.stdout.write(f"in {out / 'perf.json'} and {out / 'perf.md'}\n")
-    raise typer.Exit(made.exit_code)
 
 
 @app.command(

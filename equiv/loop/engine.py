@@ -57,11 +57,12 @@ def serve_rank(batches: int, seed: int, result: Path) -> None:
     from vllm import LLM, SamplingParams
 
     from kvroute import model
+    from kvroute.serve import small_model
     from kvroute.tally import TALLY
 
     _name_shared_memory(os.environ[GROUP])
     engine = LLM(
-        str(model.make(model.default_folder())),
+        str(small_model(int(os.environ["WORLD_SIZE"]))),
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         decode_context_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",

@@ -74,7 +74,17 @@ class Tail:
 
 @dataclass(frozen=True)
 class ServingRun:
-    """One run of vLLM's benchmark client: every figure that it gave."""
+    """One run of vLLM's benchmark client: every figure that it gave.
+
+    Attributes
+    ----------
+    concurrency : requests at a time; 0 in files from before levels.
+    wall_s : the client's seconds from the first request to the last answer.
+    counters : what the server counted in this run alone, as ``ppl.counted`` reads it: the route's
+        counters over all ``ranks``, of which ``packing_ranks`` packed; ``cache_queries`` and
+        ``cache_hits`` in tokens.
+
+    """
 
     __pydantic_config__ = _STRICT
     route: str
@@ -83,6 +93,9 @@ class ServingRun:
     completed: int
     failed: int
     figures: dict[str, float]
+    concurrency: int = 0
+    wall_s: float | None = None
+    counters: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ class ServingMetric:
     launches : of each route, the mean of each launch.
     resolved : whether the routes stand apart by the rule of ``ppl.stats.noise``.
     why_not : why there is no figure, or why it isn't resolved; empty where it is.
+    concurrency : the level; 0 in files from before levels.
 
     """
 
@@ -111,6 +125,7 @@ class ServingMetric:
     launches: dict[str, list[float]]
     resolved: bool
     why_not: str
+    concurrency: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,10 +135,15 @@ class Serving:
     Attributes
     ----------
     order : routes in the order of their launches.
-    load : what the client sent: ``input_tokens``, ``output_tokens``, ``requests``, ``concurrency``.
+    load : what the client sent at the lowest level, as of ``ppl.load.Load``.
     arguments : of both servers; they differ in the route alone.
     packs : for each launch, calls of the loop and packs by the routed kernel, as counted.
     invalid : why the figures can't be used; then there are no metrics.
+    loads : what the client sent at each level of concurrency, rising.
+    prefix_caching : whether it was on, as it is for sessions; None in files from before levels.
+    not_covered : what of serving couldn't be seen.
+    heads : of a rank, by the model's configuration; None where no folder tells it.
+    kinds : what fused packs converted, such as ``bfloat16`` or ``bfloat16>float8_e4m3fn``.
 
     """
 
@@ -138,6 +158,35 @@ class Serving:
     runs: list[ServingRun]
     metrics: list[ServingMetric]
     invalid: list[str]
+    loads: list[dict[str, int]] = field(default_factory=list)
+    prefix_caching: bool | None = None
+    not_covered: list[str] = field(default_factory=list)
+    heads: int | None = None
+    kinds: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Share:
+    """An estimate of how much of serving's time the pack takes: ``equiv.perf.share``.
+
+    Attributes
+    ----------
+    arm : the tail's, whose time is taken.
+    packs, rows : of all runs and ranks.
+    pack_s : estimated device seconds of one pack of ``rows / packs`` rows.
+    share : the mean over ``launches``, of device time over the ranks' wall time.
+
+    """
+
+    __pydantic_config__ = _STRICT
+    concurrency: int
+    route: str
+    arm: str
+    packs: int
+    rows: int
+    pack_s: float
+    share: float
+    launches: list[float]
 
 
 @dataclass(frozen=True)
@@ -166,28 +215,46 @@ class PerfEvidence:
     schema_version: int = SCHEMA_VERSION
     validated: bool = field(default=False)
     content_sha256: str = ""
+    shares: list[Share] = field(default_factory=list)
 
     def contradictions(self) -> list[str]:
         """Say what can't be true together."""
-        wrong = []
-        if self.summary != summarised(self.tail, self.serving, self.not_covered):
+        wrong = [*_wrong_serving(self.serving), *_wrong_shares(self.serving, self.shares)]
+        told = summarised(self.tail, self.serving, self.not_covered, self.shares)
+        if self.summary != told:
             wrong.append("the summary isn't that of the figures")
         if (self.verdict, self.exit_code) != verdict_of(self.tail, self.serving):
             wrong.append(f"verdict {self.verdict!r} with exit_code {self.exit_code}")
-        for metric in self.serving.metrics if self.serving else ():
-            if metric.resolved == bool(metric.why_not):
-                wrong.append(f"{metric.name}: resolved {metric.resolved}, {metric.why_not!r}")
-            if metric.resolved and metric.change is None:
-                wrong.append(f"{metric.name}: resolved without a figure")
-            if is_tail(metric.name) and not metric.resolved and metric.fused is not None:
-                wrong.append(f"{metric.name}: a tail that isn't resolved has a figure")
-        if self.serving and self.serving.invalid and self.serving.metrics:
-            wrong.append("serving: invalid, with metrics")
         for cell in self.tail.cells if self.tail else ():
             names = [arm.name for arm in cell.arms]
             if not {"stock", "stock again", "copy"} <= set(names):
                 wrong.append(f"tail: arms {', '.join(names)}")
         return wrong
+
+
+def _wrong_serving(serving: Serving | None) -> list[str]:
+    wrong = []
+    for metric in serving.metrics if serving else ():
+        if metric.resolved == bool(metric.why_not):
+            wrong.append(f"{metric.name}: resolved {metric.resolved}, {metric.why_not!r}")
+        if metric.resolved and metric.change is None:
+            wrong.append(f"{metric.name}: resolved without a figure")
+        if is_tail(metric.name) and not metric.resolved and metric.fused is not None:
+            wrong.append(f"{metric.name}: a tail that isn't resolved has a figure")
+    if serving and serving.invalid and serving.metrics:
+        wrong.append("serving: invalid, with metrics")
+    return wrong
+
+
+def _wrong_shares(serving: Serving | None, shares: Sequence[Share]) -> list[str]:
+    wrong = [
+        f"the pack's share at {share.concurrency}: no mean of its launches"
+        for share in shares
+        if not share.launches or not min(share.launches) <= share.share <= max(share.launches)
+    ]
+    if shares and (serving is None or serving.invalid):
+        wrong.append("the pack's share without serving that is valid")
+    return wrong
 
 
 def is_tail(name: str) -> bool:
@@ -208,7 +275,12 @@ LEADING = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 """Serving metrics of the summary; tails are in the report where they can be told."""
 
 
-def summarised(tail: Tail | None, serving: Serving | None, not_covered: Sequence[str]) -> list[str]:
+def summarised(
+    tail: Tail | None,
+    serving: Serving | None,
+    not_covered: Sequence[str],
+    shares: Sequence[Share] = (),
+) -> list[str]:
     """Return the figures in a few lines, each with what chance does to it."""
     lines = []
     if tail is not None and tail.cells:
@@ -232,10 +304,19 @@ def summarised(tail: Tail | None, serving: Serving | None, not_covered: Sequence
             if m.name in LEADING and m.change is not None and m.noise is not None:
                 told = "told apart" if m.resolved else "not told apart"
                 lines.append(
-                    f"serving, {m.name}: fused {m.change:+.1%}, two launches of one route "
-                    f"{m.noise:.1%}: {told}"
+                    f"serving{at(m.concurrency)}, {m.name}: fused {m.change:+.1%}, "
+                    f"two launches of one route {m.noise:.1%}: {told}"
                 )
+    lines += [
+        f"the pack's share{at(s.concurrency)}, {s.route}: {s.share:.2%} of the time, an estimate"
+        for s in shares
+    ]
     return [*lines, *(f"not covered: {what}" for what in not_covered)]
+
+
+def at(concurrency: int) -> str:
+    """Name a level; empty in files from before levels."""
+    return f" at {concurrency}" if concurrency else ""
 
 
 def _range(tail: Tail, name: str, ratio: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from equiv.document import Block, Exact, Facts, Heading, Items, Line, Table, counted
-from equiv.perf.record import PerfEvidence, Ratio, Serving, ServingMetric, Tail
+from equiv.perf.record import PerfEvidence, Ratio, Serving, ServingMetric, Share, Tail
 
 
 def blocks(made: PerfEvidence) -> list[Block]:
@@ -20,6 +21,8 @@ def blocks(made: PerfEvidence) -> list[Block]:
         found += _tail(made.tail)
     if made.serving is not None:
         found += _serving(made.serving)
+    if made.shares:
+        found += _shares(made.shares)
     return [*found, Heading("Repeat it"), Exact((made.command,))]
 
 
@@ -74,6 +77,12 @@ def _packs(serving: Serving) -> str:
 
 
 def _load(load: dict[str, int]) -> str:
+    if load.get("sessions"):
+        return (
+            f"{load['concurrency']} at a time: {load['sessions']} sessions of {load['turns']} "
+            f"turns, {load['shared_tokens']:,} tokens shared + {load['turn_tokens']:,} a turn + "
+            f"{load['output_tokens']:,} out, {load['repeats']} times a launch"
+        )
     return (
         f"{load['requests']} requests of {load['input_tokens']:,} + {load['output_tokens']:,} "
         f"tokens, {load['concurrency']} at a time, {load['repeats']} times a launch"
@@ -89,24 +98,68 @@ def _serving(serving: Serving) -> list[Block]:
                 ("versions", ", ".join(f"{k} {v}" for k, v in serving.versions.items())),
                 ("routes", ", ".join(f"{arm}: {route}" for arm, route in serving.routes.items())),
                 ("launches", ", ".join(serving.order)),
-                ("load", _load(serving.load)),
+                *(("load", _load(load)) for load in serving.loads or [serving.load]),
                 ("arguments", (" ".join(serving.arguments),)),
                 ("packs by the routed kernel", _packs(serving)),
+                *((("prefix cache", _hits(serving)),) if serving.prefix_caching else ()),
             )
         ),
     ]
     if serving.invalid:
         return [*found, Items(tuple(f"INVALID: {why}" for why in serving.invalid))]
     columns = ("metric", "unit", "better", "stock", "fused", "change", "noise", "told apart")
-    rows = tuple(_metric(m) for m in serving.metrics)
-    return [
-        *found,
+    found.append(
         Line(
             "Noise is the largest difference between two launches of one route. Routes are told "
             "apart only where every pair of them differs by more than five times the noise, which "
             "chance does once in a hundred metrics."
+        )
+    )
+    for level in sorted({m.concurrency for m in serving.metrics}):
+        if level:
+            found.append(Heading(f"{level} at a time", 3))
+        rows = tuple(_metric(m) for m in serving.metrics if m.concurrency == level)
+        found.append(Table(columns, rows, columns[3:7]))
+    return found
+
+
+def _hits(serving: Serving) -> str:
+    """Say for every level what part of the prompts' tokens the cache gave, over its runs."""
+    told = []
+    for level in dict.fromkeys(run.concurrency for run in serving.runs):
+        counted = [
+            run.counters
+            for run in serving.runs
+            if run.concurrency == level and run.counters.get("cache_queries")
+        ]
+        rates = [c.get("cache_hits", 0) / c["cache_queries"] for c in counted]
+        if rates:
+            told.append(f"at {level} {min(rates):.1%} to {max(rates):.1%}")
+    return f"on; of the prompts' tokens {', '.join(told) or 'nobody tells how many'} were there"
+
+
+def _shares(shares: Sequence[Share]) -> list[Block]:
+    columns = ("at a time", "route", "time of", "packs", "rows a pack", "us a pack", "share")
+    rows = tuple(
+        (
+            str(s.concurrency),
+            s.route,
+            s.arm,
+            f"{s.packs:,}",
+            f"{s.rows / s.packs:,.0f}",
+            f"{s.pack_s * 1e6:.2f}",
+            f"{s.share:.2%} ({' '.join(f'{x:.2%}' for x in s.launches)})",
+        )
+        for s in shares
+    )
+    return [
+        Heading("The pack's share of the time, an estimate"),
+        Line(
+            "Packs as the server counted them, times the tail's device time at their mean rows, "
+            "over the client's seconds times ranks; of each launch in brackets. The tail is timed "
+            "alone and with cold caches, and a server overlaps it with other work."
         ),
-        Table(columns, rows, columns[3:7]),
+        Table(columns, rows, (columns[0], *columns[3:])),
     ]
 
 

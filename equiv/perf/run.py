@@ -11,8 +11,8 @@ from equiv import candidates, document, evidence
 from equiv.environment import collect
 from equiv.errors import NotCovered
 from equiv.pairs import load_pair
-from equiv.perf import report, tail
-from equiv.perf.record import PerfEvidence, Serving, Tail, summarised, verdict_of
+from equiv.perf import report, share, tail
+from equiv.perf.record import PerfEvidence, Serving, Share, Tail, summarised, verdict_of
 
 Progress = Callable[[str], None]
 
@@ -71,6 +71,10 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
             served = asked.serving(progress)
         except NotCovered as e:
             not_covered.append(f"serving: {str(e).removeprefix('not covered: ')}")
+    shares: list[Share] = []
+    if served is not None and not served.invalid:
+        shares, missing = share.estimate(asked.pair, measured, served)
+        not_covered += [*served.not_covered, *missing]
     word, code = verdict_of(measured, served)
     made = PerfEvidence(
         verdict=word,
@@ -82,7 +86,8 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
         started=started,
         seconds=round(time.perf_counter() - began, 1),
         command=asked.command,
-        summary=summarised(measured, served, not_covered),
+        summary=summarised(measured, served, not_covered, shares),
+        shares=shares,
     )
     evidence.write(asked.out / "perf.json", made)
     evidence.write_text(asked.out / "perf.md", document.markdown(report.blocks(made)))

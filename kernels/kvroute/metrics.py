@@ -13,6 +13,7 @@ _HELP = {
     "calls": "Calls of vLLM's context-parallel prefill loop",
     "chunks": "Context chunks in those calls",
     "continuations": "Context chunks that start inside a context",
+    "context_tokens": "Rows of context in those chunks: what a pack would see",
     "packs": "K/V packs by the routed kernel; stays 0 on the stock route",
     "pack_rows": "Tokens packed by the routed kernel",
 }

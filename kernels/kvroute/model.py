@@ -9,6 +9,7 @@ whatever attention does.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def weights(
     return found
 
 
-def make(folder: Path, seed: int = SEED) -> Path:
+def make(folder: Path, seed: int = SEED, *, heads: int = HEADS) -> Path:
     """Write the model to ``folder`` unless a whole one is there; return ``folder``."""
     from safetensors.numpy import save_file
 
@@ -107,15 +108,21 @@ def make(folder: Path, seed: int = SEED) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"model.{os.getpid()}.part"
-    save_file(weights(seed), partial, metadata={"format": "pt"})
+    save_file(weights(seed, heads=heads), partial, metadata={"format": "pt"})
     partial.replace(folder / "model.safetensors")
     # Last, and in one step: its presence says that the weights are whole.
-    partial.write_text(json.dumps(config(), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(config(heads=heads), indent=1) + "\n", encoding="utf-8")
     partial.replace(folder / "config.json")
     return folder
 
 
-def default_folder() -> Path:
+def heads_for(tp: int) -> int:
+    """Return the heads of the default model: the fewest, from four on, that ``tp`` divides."""
+    return math.lcm(HEADS, tp)
+
+
+def default_folder(heads: int = HEADS) -> Path:
     """Where the default model is kept: below ``XDG_CACHE_HOME``, else ``~/.cache``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "bytegate" / f"small-deepseek-v2-r{REVISION}-{SEED}"
+    width = "" if heads == HEADS else f"-h{heads}"
+    return cache / "bytegate" / f"small-deepseek-v2-r{REVISION}-{SEED}{width}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -129,7 +130,7 @@ def plan(options: ServeOptions, environ: Mapping[str, str], device: str) -> Laun
     if device == "cpu":
         environment = {**CPU_ENVIRONMENT, **environment}
         defaults.update(CPU_ARGUMENTS)
-        served = served or str(model.make(model.default_folder()))
+        served = served or str(small_model(options.tp))
     else:
         lacking = {
             name: "0"
@@ -147,6 +148,18 @@ def plan(options: ServeOptions, environ: Mapping[str, str], device: str) -> Laun
         *options.extra,
     ]
     return Launch(command, environment, f"http://{options.host}:{port}")
+
+
+def small_model(tp: int, *, heads: int | None = None) -> Path:
+    """Return the folder of the small model, made where it isn't there.
+
+    Parameters
+    ----------
+    heads : of all ranks; by default the fewest, from four on, that ``tp`` ranks can share.
+
+    """
+    wanted = heads or model.heads_for(tp)
+    return model.make(model.default_folder(wanted), heads=wanted)
 
 
 def start(
@@ -250,6 +263,11 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
         raise RouteError(
             f"tp={options.tp}, dcp={options.dcp}: dcp must divide tp, and both be positive",
         )
+    heads = heads_of(options.model) if options.model else None
+    if heads is not None and heads % options.tp:
+        raise RouteError(
+            f"tp={options.tp}: the model has {heads} heads, and every rank takes as many as another"
+        )
     if options.workspace is not None and options.workspace < 1:
         raise RouteError(f"workspace={options.workspace}: expected a positive number of rows")
     if not 0 <= options.port <= MAX_PORT:
@@ -265,6 +283,15 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
             f"vLLM would not load the plugin {PLUGIN!r}: install this project beside vLLM, and "
             "name it in VLLM_PLUGINS where that is set",
         )
+
+
+def heads_of(served: str) -> int | None:
+    """Return the attention heads of a model in a folder; None where no folder tells them."""
+    try:
+        facts = json.loads((Path(served) / "config.json").read_text(encoding="utf-8"))
+        return int(facts.get("text_config", facts)["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _check_route(options: ServeOptions) -> None:

@@ -65,7 +65,7 @@ class Tally:
         self.continuations += continuations
         self.empty += empty
         self.context_tokens += tokens
-        self._changed(calls=1, chunks=chunks, continuations=continuations)
+        self._changed(calls=1, chunks=chunks, continuations=continuations, context_tokens=tokens)
 
     def count_compared(self, *, equal: bool) -> None:
         """Count one call that ran both ways."""

@@ -26,7 +26,7 @@ def _plugin_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         lambda group, **_: [entry] if group == "vllm.general_plugins" else [],  # not torch's
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(serve.model, "make", lambda folder: folder)
+    monkeypatch.setattr(serve.model, "make", lambda folder, **_: folder)
 
 
 def test_a_cpu_server_gets_the_small_model_and_dcp() -> None:
@@ -80,6 +80,38 @@ def test_a_gpu_server_needs_a_model() -> None:
 def test_what_can_not_work_is_refused_before_anything_starts(options: ServeOptions) -> None:
     with pytest.raises(RouteError, match=r"\A[^\n]+\Z"):
         plan(options, {}, "cpu")
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(8, 8), (8, 4), (8, 2), (4, 4), (4, 1), (1, 1), (3, 3)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_any_number_of_ranks_is_passed_on(tp: int, dcp: int, device: str) -> None:
+    options = parse(["--tp", str(tp), "--dcp", str(dcp), "--model", "org/model"])
+    words = " ".join(plan(options, {}, device).command)
+    assert f"--tensor-parallel-size {tp} --decode-context-parallel-size {dcp} " in words
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 4), (4, 4), (8, 8), (3, 12)])
+def test_the_small_model_has_heads_for_every_rank(
+    tp: int, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = serve.small_model(tp)
+    assert serve.heads_of(str(folder)) == heads
+    assert folder.name.endswith(f"-h{heads}") == (heads != 4)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert serve.small_model(tp) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_heads_that_ranks_can_not_share_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"text_config": {"num_attention_heads": 12}}', encoding="utf-8")
+    with pytest.raises(RouteError, match="tp=8: the model has 12 heads"):
+        plan(ServeOptions(tp=8, dcp=8, model=str(tmp_path)), {}, "cpu")
+    plan(ServeOptions(tp=4, dcp=4, model=str(tmp_path)), {}, "cpu")
+    config.write_text("[]", encoding="utf-8")
+    plan(ServeOptions(tp=8, dcp=8, model=str(tmp_path)), {}, "cpu")
 
 
 def test_a_server_whose_plugin_vllm_would_not_load_is_refused(

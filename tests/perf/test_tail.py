@@ -246,6 +246,10 @@ def test_on_a_cpu_the_tail_is_not_covered_by_name(
         (("--candidate", "fast"), "unknown candidate 'fast'"),
         (("--device", "tpu"), "unknown device 'tpu'"),
         (("--requests", "0"), "--requests"),
+        (("--concurrency", "1,x"), "--concurrency '1,x': expected positive numbers"),
+        (("--concurrency", "0"), "--concurrency '0': expected positive numbers"),
+        (("--turns", "2", "--requests", "3"), "--turns: sessions say themselves"),
+        (("--part", "serving", "--turn-tokens", "9"), "--turn-tokens 9: expected a positive"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(

@@ -7,21 +7,20 @@ Exit codes: 0 pass; 1 a divergence or a missed fault; 2 bad usage or input; 3 in
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equiv.command import nothing_before, run_app
+from equiv.command import WORDS, command_line, nothing_before, run_app
 from equiv.errors import worst
 from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
-from equiv.perf.cli import perf
 from equiv.profiles import PROFILES
 from ppl.cli import ppl_app
+from ppl.perf_cli import perf
 from texts.cli import texts_app
 
 if TYPE_CHECKING:
@@ -324,18 +323,10 @@ def serve(context: typer.Context) -> None:
     raise typer.Exit(serve_main(context.args))
 
 
-def command_line() -> str:
-    """Return the command as a person would type it again."""
-    return shlex.join(["bytegate", *_WORDS])
-
-
-_WORDS: list[str] = []
-
-
 def main(words: list[str] | None = None) -> None:
     """Run the command line; every error is one line on standard error."""
     arguments = list(sys.argv[1:] if words is None else words)
-    _WORDS[:] = arguments
+    WORDS[:] = arguments
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # as python -m does, so that module:function can lie here
     sys.exit(run_app(app, arguments, "bytegate"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,16 @@ from equiv.errors import BytegateError, ExitCode, UsageError
 CLICK_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 """``ClickException``, the root of bad usage: of click, or of the copy that newer typer carries."""
 
+WORDS: list[str] = []
+"""What ``bytegate`` was called with, but for its name."""
+
 INTERRUPTED = 130
 """What a shell makes of a command that Ctrl-C ended: 128 + SIGINT."""
+
+
+def command_line() -> str:
+    """Return the command as a person would type it again."""
+    return shlex.join(["bytegate", *WORDS])
 
 
 def needing(name: str, extra: str) -> ModuleType:

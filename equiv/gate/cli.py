@@ -65,7 +65,7 @@ def gate(
     if unknown:
         raise UsageError(f"--require {unknown[0]}: expected {', '.join(REQUIRES)}")
     run, policies = _module("run"), _module("policy")
-    from equiv.cli import command_line
+    from equiv.command import command_line
 
     chosen = policies.load(policy)
     if require:

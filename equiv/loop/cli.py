@@ -48,7 +48,7 @@ def loop(
     if context.invoked_subcommand is not None:
         nothing_before(context)
         return
-    from equiv.cli import command_line
+    from equiv.command import command_line
     from equiv.loop.api import LoopRequest, run_loop
     from equiv.loop.report import show_loop
 
@@ -100,7 +100,7 @@ def faults(
     ] = None,
 ) -> None:
     """Plant L01 to L14 in vLLM: each must be caught, and nothing clean or harmless flagged."""
-    from equiv.cli import command_line
+    from equiv.command import command_line
     from equiv.loop.faults import LoopFaultsRequest, run_faults
     from equiv.loop.report import show_loop_faults
 

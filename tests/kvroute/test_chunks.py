@@ -48,7 +48,7 @@ def test_the_plan_is_vllms(layout: Layout, contexts: list[int]) -> None:
     assert [chunk[0].start > 0 for chunk in ours] == [c.is_continuation for c in chunked.chunks]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("length", "seqs"), [(2048, 8), (9216, 256), (131072, 1024), (100, 1)])
 def test_the_workspace_is_vllms(ranks: int, length: int, seqs: int) -> None:
     mla = pytest.importorskip("vllm.model_executor.layers.attention.mla_attention")

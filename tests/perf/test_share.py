@@ -11,7 +11,8 @@ import pytest
 
 from equiv import document, evidence
 from equiv.errors import BytegateError, NotCovered, UsageError
-from equiv.perf import cli, record, report, run, share
+from equiv.perf import record, report, run, share
+from ppl import perf_cli
 
 ONE = record.Ratio(1.0, 1.0, 1.0)
 
@@ -296,7 +297,7 @@ def test_a_file_from_before_levels_is_still_read(
 
 
 def test_levels_are_read_from_lists_and_repeats() -> None:
-    assert cli.levels_of(["1,8", "70"]) == [1, 8, 70]
+    assert perf_cli.levels_of(["1,8", "70"]) == [1, 8, 70]
     for words in (["1,"], ["0"], ["-1"], ["x"]):
         with pytest.raises(UsageError, match="--concurrency"):
-            cli.levels_of(words)
+            perf_cli.levels_of(words)

@@ -26,7 +26,7 @@ import numpy as np
 
 from kvroute.chunks import Layout, predict, steps
 
-LAYERS, RANKS, PAGE = 2, 2, 16
+LAYERS, PAGE = 2, 16
 
 
 def log_probs(ids: list[int], seed: int = 0) -> Any:
@@ -45,6 +45,7 @@ class Options:
     """A fake server; ``shift_nats`` lowers exposed log-probs, ``noise_nats`` draws by process.
 
     ``crowded_nats`` lowers them once several requests have run at the same time.
+    ``dcp`` is ``ranks`` where it is 0; so many of the last ranks as ``silent`` tell nothing.
     """
 
     port: int = 0
@@ -71,6 +72,9 @@ class Options:
     tokenizer: int = -1
     restart_at: int = 0
     restart_seed: int = 0
+    ranks: int = 2
+    dcp: int = 0
+    silent: int = 0
 
 
 @dataclass
@@ -103,7 +107,7 @@ class Fake:
         time.sleep(o.delay_s)
         if o.die_at and mine >= o.die_at:
             os._exit(9)
-        layout = Layout(PAGE, RANKS, 1, o.workspace)
+        layout = Layout(PAGE, o.dcp or o.ranks, 1, o.workspace)
         cost = predict(len(ids), o.budget, layout, LAYERS)
         packs = o.route not in {"stock", "untouched"} and not o.route.startswith("fault:L")
         values = log_probs(ids, o.seed)
@@ -163,14 +167,16 @@ class Fake:
                 "route": o.route,
                 "switch": None,
                 "rank": rank,
-                "world": RANKS,
-                "dcp": RANKS,
+                "world": o.ranks,
+                "dcp": o.dcp or o.ranks,
                 "gather": "fake",
                 "decode_tokens": 1,
-                "workspace_rows": o.workspace + o.workspace // RANKS if self.finished else None,
+                "workspace_rows": o.workspace + o.workspace // (o.dcp or o.ranks)
+                if self.finished
+                else None,
                 "vllm": o.version,
             }
-            for rank in range(RANKS)
+            for rank in range(o.ranks - o.silent)
         ]
 
     def metrics(self) -> str:
@@ -193,7 +199,7 @@ class Fake:
                 f"{self.counts.get(name, 0)}.0"
                 for name in _NAMES
                 if name != "context_tokens"
-                for rank in range(RANKS)
+                for rank in range(o.ranks - o.silent)
             ]
         return "\n".join(lines) + "\n"
 
@@ -213,8 +219,8 @@ class Fake:
                     "num_gpu_blocks": os.getpid(),
                 },
                 "parallel_config": {
-                    "decode_context_parallel_size": RANKS,
-                    "tensor_parallel_size": RANKS,
+                    "decode_context_parallel_size": o.dcp or o.ranks,
+                    "tensor_parallel_size": o.ranks,
                     "cp_kv_cache_interleave_size": 1,
                     "master_port": os.getpid(),
                 },
@@ -280,7 +286,7 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:  # noqa: C901 - a serve
             if self.path.startswith("/v1") and not self.allowed():
                 return
             if self.path == "/collective_rpc" and o.dev:
-                untouched = [{"untouched": True, "problems": []}] * RANKS
+                untouched = [{"untouched": True, "problems": []}] * o.ranks
                 route = body["method"] == "bytegate_route"
                 self.answer({"results": fake.tallies() if route else untouched})
             elif self.path == "/v1/completions":

@@ -53,6 +53,13 @@ def test_the_small_model_is_served_on_a_gpu_at_the_budget_that_is_asked_for() ->
     assert Launched(Options(full=True), "somewhere", "cuda").workspace is None
 
 
+@pytest.mark.parametrize(("tp", "dcp"), [(8, 8), (8, 4), (4, 4)])
+def test_any_number_of_ranks_is_launched(tp: int, dcp: int) -> None:
+    made = words(Options(full=True, tp=tp, dcp=dcp, model="org/model"), "org/model")
+    assert value(made, "--tensor-parallel-size") == str(tp)
+    assert value(made, "--decode-context-parallel-size") == str(dcp)
+
+
 def test_every_default_of_a_gpu_gives_way() -> None:
     mine = ("--max-num-batched-tokens=8192", "--kv-cache-memory-bytes", "9G")
     made = words(Options(full=True, arguments=(*mine, "--no-skip-tokenizer-init")))

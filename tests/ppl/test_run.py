@@ -210,6 +210,7 @@ def test_retries_are_of_the_transport_and_counted(fake: Start, texts: Path, tmp_
         ({}, {"budget": 256}, "the arms' configurations differ: scheduler_config.max_num_batched"),
         ({}, {"seed": 1}, "the arms' configurations differ: model_config.seed"),
         ({}, {"extra_calls": 1}, "rank 0 counted"),
+        ({}, {"silent": 1}, "fused: 1 of its 2 ranks tell their counters"),
         ({}, {"workspace": 512}, "rank 0 counted"),
         ({"dev": False}, {"dev": False, "budget": 256}, "rank 0 counted"),
     ],
@@ -229,6 +230,24 @@ def test_what_a_preflight_finds(
     assert (made.verdict, made.exit_code) == ("INVALID", 4)
     assert any(says in r for r in made.decided.reasons), made.decided.reasons
     assert judge.compare_stored([tmp_path / "out"]).decided == made.decided
+
+
+@pytest.mark.parametrize(("ranks", "dcp"), [(8, 8), (8, 4), (4, 4)])
+def test_any_number_of_ranks_is_planned_and_counted(
+    ranks: int, dcp: int, fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, ranks=ranks, dcp=dcp) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out")
+    assert made.verdict == "IDENTICAL", made.decided
+    assert made.run is not None
+    assert made.run.configuration is not None
+    assert made.run.configuration.ranks == dcp
+    counted = made.run.servers[1].facts
+    assert (counted["world"], counted["dcp"]) == (ranks, dcp)
+    lacking = fake(route="fused", ranks=ranks, dcp=dcp, silent=1)
+    made = go(stock, lacking, texts, tmp_path / "lacking")
+    assert made.verdict == "INVALID"
+    assert f"fused: {ranks - 1} of its {ranks} ranks tell their counters" in made.decided.reasons
 
 
 def test_servers_without_dev_mode_are_told_by_their_metrics(

@@ -89,7 +89,7 @@ def perf(
         raise UsageError(f"{named}: sessions say themselves what --input-tokens and --requests say")
     rising = levels_of(concurrency or ["2"])
     from equiv import document
-    from equiv.cli import command_line
+    from equiv.command import command_line
     from equiv.pairs import add_checkout_paths, load_pair
     from equiv.perf import report, run, tail
     from equiv.run import find_device

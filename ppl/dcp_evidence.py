@@ -124,6 +124,15 @@ class TextFigures(_Frozen):
             )
         return found
 
+    def decoding(self) -> list[str]:
+        """Say where a tail that runs as decode is further off than roundings carry the loop."""
+        if self.largest_allowed is None or self.decode_largest_nats <= self.largest_allowed:
+            return []
+        moved = f"moves by up to {self.decode_largest_nats:.3g} nats"
+        allowed = f"where roundings allow the loop {self.largest_allowed:.3g}"
+        tail = f"text {self.text}: its tail of {self.decode:,} tokens runs as decode, past the loop"
+        return [f"{tail}, and {moved}, {allowed}: that decode isn't judged"]
+
 
 class DcpEvidence(_Frozen):
     """The comparison: ``mean_nats`` is the mean over texts of their means."""
@@ -195,7 +204,7 @@ def figures(
         mean_nats=mean,
         mean_allowed=allowed,
         texts=list(texts),
-        not_covered=list(dict.fromkeys(not_covered)),
+        not_covered=list(dict.fromkeys([*not_covered, *(x for t in texts for x in t.decoding())])),
         facts=facts,
         suite=environment.suite(),
     )

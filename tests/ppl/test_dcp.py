@@ -210,6 +210,14 @@ def test_more_than_roundings_is_outside(d: Any, why: str) -> None:
     assert any(why in reason for reason in made.reasons)
 
 
+def test_a_tail_that_decodes_wrongly_is_told_and_not_judged() -> None:
+    off = judged(text(moved(slice(900, None), 1.5)))
+    assert off.verdict == "WITHIN"
+    (line,) = off.not_covered
+    assert line.startswith("text t: its tail of 100 tokens runs as decode")
+    assert judged(text(noise(0.02))).not_covered == []
+
+
 def test_what_is_amiss_and_what_nothing_bounds_is_never_passed() -> None:
     assert judged(text(noise(0.02)), amiss=("alone: preempted",)).exit_code == 4
     assert judged().verdict == "INVALID"

@@ -93,6 +93,7 @@ def test_a_hanging_worker_is_a_result_and_is_replaced(
     worker: Callable[..., Worker], line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "HANG_S", 2.0)
+    monkeypatch.setattr(pool, "stretched", lambda limit_s: limit_s)  # whatever else runs here
     with worker("hang") as w:
         assert w.run(parse(line(T=3))).status == "equal"
         first = w._process.pid

@@ -231,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "dtype": options.dtype,
             "device": options.device,
             "torch": torch.__version__,
+            "context_bytes": options.context,
             "texts": evaluate(
                 network,
                 texts,

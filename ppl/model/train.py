@@ -1,10 +1,12 @@
 """Train the small model: ``python -m ppl.model.train --corpus FOLDER --out FOLDER``.
 
 Windows of the corpus are drawn at random, sources by their weights.
-The stage ``main`` trains our own model anew: short windows first, some of them at the beginnings of
-documents, then ones as long as the texts that are scored. The stage ``k3`` trains a Kimi-K3 text
-model (``ppl.model.k3``); in half of its windows some of the bytes change places, at a rate that
-stays the same over a window, so that it must read the whole context to know how far to trust order.
+The stage ``main`` trains our own model anew: short windows first, then ones as long as the texts
+that are scored. The stage ``finish`` goes on from it at a tenth of the rate, with plays in a second
+layout among the rest, and ends as a mixture of the weights it began with and those it trained. The
+stage ``k3`` trains a Kimi-K3 text model (``ppl.model.k3``); in half of its windows some of the
+bytes change places, at a rate that stays the same over a window, so that it must read the whole
+context to know how far to trust order.
 
 Everything that is drawn follows from the seed; kernels on a GPU may still add in another order, so
 two runs agree closely and not bit for bit.
@@ -19,6 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +73,7 @@ class Stage:
     weights : in place of what the corpus says, of some sources.
     model_type : which network begins.
     disorder : share of the windows in which bytes change places.
+    mix : the weights end as ``(1 - mix) * start + mix * trained``.
 
     """
 
@@ -79,6 +83,7 @@ class Stage:
     weights: Mapping[str, float]
     model_type: str = MODEL_TYPE
     disorder: float = 0.0
+    mix: float = 1.0
 
 
 SECOND_LAYOUT = {"plays": 1.0, "plays-tabs": 0.8}
@@ -86,16 +91,17 @@ SECOND_LAYOUT = {"plays": 1.0, "plays-tabs": 0.8}
 
 STAGES = {
     "main": Stage(
-        (
-            Phase(2048, 64, 6600),
-            Phase(2048, 64, 200, beginnings=True),
-            Phase(40_960, 4, 60, beginnings=True),
-            Phase(40_960, 4, 420),
-            Phase(102_400, 2, 40),
-        ),
+        (Phase(2048, 64, 7000), Phase(40_960, 4, 480), Phase(102_400, 2, 40)),
         rate=1e-2,
         muon=True,
-        weights=SECOND_LAYOUT,
+        weights={"plays-tabs": 0.0},
+    ),
+    "finish": Stage(
+        (Phase(2048, 64, 800), Phase(40_960, 4, 120)),
+        rate=1e-3,
+        muon=True,
+        weights={"plays": 1.0, "plays-tabs": 0.3},
+        mix=0.35,
     ),
     "k3": Stage(
         (Phase(2048, 64, 1800), Phase(8192, 16, 500), Phase(40_960, 4, 450)),
@@ -231,9 +237,13 @@ def train(
     compiled: bool = True,
     checkpoint: Callable[[Network], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train a network in place, and return a record of it."""
+    """Train a network in place, and return a record of it.
+
+    What ``checkpoint`` gets is what was trained so far; only the end is mixed with the beginning.
+    """
     rng = np.random.Generator(np.random.Philox(seed))
     network.to(device).train()
+    start = deepcopy(network.state_dict())
     precision = partial(torch.autocast, device, torch.bfloat16, enabled=device == "cuda")
     forward: Any = torch.compile(network, dynamic=False) if compiled else network
     steppers = optimizers(network, stage)
@@ -274,6 +284,7 @@ def train(
             {**asdict(phase), "bits_per_byte": float(total) / np.log(2), "tokens_per_s": speed}
         )
         _say(begun, f"{phase.tokens} tokens: {speed / 1e6:.3f} M tokens/s")
+    mix(network, start, stage.mix)
     network.eval()
     bits = {}
     with torch.no_grad(), precision():
@@ -284,11 +295,20 @@ def train(
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "rate": stage.rate,
+        "weights": dict(stage.weights),
+        "mix": stage.mix,
         "phases": record,
         "tokens": seen,
         "wall_s": time.monotonic() - begun,
         "held_out_bits_per_byte": bits,
     }
+
+
+def mix(network: Network, start: Mapping[str, Tensor], share: float) -> None:
+    """Make a network's weights ``(1 - share) * start + share * weights``, in their own dtype."""
+    with torch.no_grad():
+        for name, weight in network.state_dict().items():
+            weight.copy_((1 - share) * start[name] + share * weight)
 
 
 def _say(begun: float, line: str) -> None:
@@ -301,6 +321,13 @@ def _phase(text: str) -> Phase:
     return Phase(tokens, windows, steps, beginnings=text.endswith("b"))
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise ValueError(text)
+    return share
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m ppl.model.train``."""
     parser = argparse.ArgumentParser(prog="python -m ppl.model.train", allow_abbrev=False)
@@ -308,6 +335,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--stage", choices=STAGES, default="main")
     parser.add_argument("--start", type=Path, help="a model to go on from; default: a new one")
+    parser.add_argument(
+        "--mix",
+        type=_share,
+        metavar="SHARE",
+        help="save (1 - SHARE) * start + SHARE * trained; default: the stage's, 1 but for finish",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--no-compile", action="store_true", help="run PyTorch eagerly")
@@ -324,6 +357,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage = STAGES[options.stage]
         if options.phase:
             stage = replace(stage, phases=tuple(options.phase))
+        if options.mix is not None:
+            stage = replace(stage, mix=options.mix)
+        if stage.mix < 1 and not options.start:
+            raise PplError(f"a mix of {stage.mix:g} needs the model it begins from: give --start")
         corpus = Corpus(options.corpus, options.device, stage.weights)
         if options.start:
             network = load(options.start)

@@ -21,10 +21,15 @@ def loads(data: str | bytes) -> Any:
 
     Raises
     ------
-    ValueError : it is no JSON, or a key stands twice: then readers differ on what it says.
+    ValueError : it is no JSON, which has no NaN either; or a key stands twice: then readers differ
+        on what it says.
 
     """
-    return json.loads(data, object_pairs_hook=_once)
+    return json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from equiv import evidence, seal
 from equiv.errors import BytegateError, UsageError
+from equiv.gate import consistent
 
 LAYERS = {
     "kernel": "kernel",
@@ -153,7 +154,7 @@ def collect(folders: Sequence[Path]) -> Collected:
             if path.resolve() in seen:
                 continue
             seen[path.resolve()] = None
-            name = _shown(path, folder, taken)
+            name = _plain(_shown(path, folder, taken))
             taken.add(name)
             try:
                 piece = read(path, name)
@@ -164,6 +165,11 @@ def collect(folders: Sequence[Path]) -> Collected:
                 found.problems.append(str(e))
                 continue
             if piece is None:
+                continue
+            if _plain(str(path)) != str(path):
+                found.problems.append(
+                    f"{name} has a name that is no UTF-8, so it can't be recorded"
+                )
                 continue
             # Laid out in another way, it is a copy all the same: its digest is of the content.
             content = piece.made.content_sha256 or piece.sha256
@@ -192,6 +198,8 @@ def read(path: Path, name: str, *, unsealed: bool = False) -> Piece | None:
     """
     known = path.name in NAMES
     try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{name} can't be read: it is no regular file")
         data = path.read_bytes()
     except OSError as e:
         raise UsageError(f"{name} can't be read: {e.strerror}") from None
@@ -201,7 +209,7 @@ def read(path: Path, name: str, *, unsealed: bool = False) -> Piece | None:
         if not known and not _looks_ours(data):
             return None
         raise UsageError(f"{name} is damaged, it is no JSON: {e}") from None
-    schema = str(raw.get("schema", "")) if isinstance(raw, dict) else ""
+    schema = _plain(str(raw.get("schema", ""))) if isinstance(raw, dict) else ""
     if not schema.startswith("bytegate."):
         if not known and not _was_ours(raw):
             return None
@@ -218,7 +226,9 @@ def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed
     """Read evidence of a layer, once it was seen to be what was written."""
     schema = raw["schema"]
     if schema not in {*KINDS, SERVERS}:
-        raise UsageError(f"{name} is of an unknown schema, {schema}; did a newer bytegate make it?")
+        raise UsageError(
+            f"{name} is of an unknown schema, {_plain(schema)}; did a newer bytegate make it?"
+        )
     if damage := seal.broken(raw):
         raise UsageError(f"{name} is damaged: {damage}")
     if not raw.get(seal.FIELD) and not unsealed:
@@ -229,6 +239,8 @@ def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed
     if schema == SERVERS:
         return Piece(path, name, digest, "servers", _ppl(path, name))
     made = _evidence(path, name, KINDS[schema])
+    if against := consistent.contradictions(made):
+        raise UsageError(f"the evidence {name} contradicts itself: {'; '.join(against[:3])}")
     return Piece(path, name, digest, layer_of(made), made)
 
 
@@ -314,6 +326,11 @@ def _was_ours(raw: Any) -> bool:
     return isinstance(raw, dict) and (
         seal.FIELD in raw or {"verdict", "exit_code", "schema_version"} <= raw.keys()
     )
+
+
+def _plain(text: str) -> str:
+    """Write what no text file can hold (bytes of a name that are no UTF-8) as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -83,6 +83,16 @@ class Policy(_Part):
     faults: Faults
     servers: Servers
 
+    @field_validator("loop")
+    @classmethod
+    def _known_loop_lanes(cls, value: Loop) -> Loop:
+        from equiv.loop.case import LANES
+
+        unknown = [x for x in (*value.lanes, *value.cpu_lanes) if x not in LANES]
+        if unknown:
+            raise ValueError(f"unknown lane {unknown[0]!r}: expected {', '.join(LANES)}")
+        return value
+
     @field_validator("kernel")
     @classmethod
     def _known_lanes(cls, value: Kernel) -> Kernel:
@@ -141,7 +151,7 @@ def load(path: Path | None = None) -> Policy:
         name = f"the policy {path}"
         try:
             own = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise UsageError(
                 f"can't read {name}: {getattr(e, 'strerror', None) or e}; "
                 "`bytegate gate policy` prints one to start from"

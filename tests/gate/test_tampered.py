@@ -6,6 +6,7 @@ Every tampering is of one tree, whose untouched copy passes: the clean twin.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -207,6 +208,31 @@ def edit_record(root: Path) -> None:
     edit(first_record(root), lambda made: made["response"].update(wall_s=1.0), sealed=False)
 
 
+def double(*where: str | int) -> Callable[[dict[str, Any]], None]:
+    """Let the first item of a list stand in it twice."""
+
+    def do(made: dict[str, Any]) -> None:
+        found: Any = made
+        for step in where:
+            found = found[step]
+        found.append(found[0])
+
+    return do
+
+
+def unknown_outcome(made: dict[str, Any]) -> None:
+    made["faults"][0]["outcome"] = "MISSED"
+
+
+def alarms(made: dict[str, Any]) -> None:
+    made["false_alarms"]["cases"] = "many"
+
+
+def no_number(root: Path) -> None:
+    text = (root / EQUIV).read_text(encoding="utf-8")
+    (root / EQUIV).write_text(text.replace('"seed": 0', '"seed": NaN', 1), encoding="utf-8")
+
+
 def key(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda made: made.update({name: value})
 
@@ -316,6 +342,46 @@ AT_THE_GATE = {
     ),
     "another model, sealed again": Tampering(
         change(SERVERS, another_model), 4, ("ppl.json isn't what its arrays give", "subject.model")
+    ),
+    "a candidate twice": Tampering(
+        change(EQUIV, double("candidates")), 4, ("equiv.json contradicts itself", "in it twice")
+    ),
+    "a lane of a candidate twice": Tampering(
+        change(EQUIV, double("candidates", 0, "lanes")), 4, ("lane patterns stands in it twice",)
+    ),
+    "a lane of the loop twice": Tampering(
+        change(LOOP, double("lanes")), 4, ("loop.json contradicts itself", "in it twice")
+    ),
+    "a planted fault twice": Tampering(
+        change(FAULTS, double("faults")), 4, ("stands in it twice",)
+    ),
+    "an outcome that is none": Tampering(change(FAULTS, unknown_outcome), 4, ("outcome 'MISSED'",)),
+    "a count that is a word": Tampering(change(FAULTS, alarms), 4, ("false_alarms.cases 'many'",)),
+    "a profile that is none": Tampering(
+        change(LOOP, key("profile", "long")), 4, ("there is no profile 'long'",)
+    ),
+    "a time below 0": Tampering(change(EQUIV, key("seconds", -1.0)), 4, ("took -1.0 seconds",)),
+    "a command with an open quote": Tampering(
+        change(EQUIV, key("command", "bytegate 'x")), 4, ("its command is none",)
+    ),
+    "a number as a string": Tampering(
+        change(SERVERS, key("exit_code", "0")), 4, ("ppl.json is damaged: exit_code",)
+    ),
+    "no number": Tampering(no_number, 4, ("equiv.json is damaged", "NaN is no number")),
+    "a schema that no text can hold": Tampering(
+        lambda root: (root / "x.json").write_text(
+            '{"schema": "bytegate.\\ud800"}', encoding="utf-8"
+        ),
+        4,
+        ("x.json is of an unknown schema, bytegate.\\ud800",),
+    ),
+    "a pipe": Tampering(
+        lambda root: os.mkfifo(root / "x.json"), 4, ("x.json can't be read: it is no regular file",)
+    ),
+    "a name that no text can hold": Tampering(
+        lambda root: (root / LOOP).rename(root / LOOP.with_name(os.fsdecode(b"\xff.json"))),
+        4,
+        ("loop/\\udcff.json has a name that is no UTF-8",),
     ),
     "a key twice": Tampering(twice, 4, ("equiv.json", "has the key 'verdict' twice")),
     "a lost schema under another name": Tampering(

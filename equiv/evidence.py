@@ -373,7 +373,7 @@ def read(path: Path, kind: type = EquivEvidence) -> Any:
         msg = "reading evidence needs pydantic: pip install 'bytegate[report]'"
         raise UsageError(msg)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = seal.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         msg = f"can't read the evidence {path}: {e}"
         raise UsageError(msg) from None
@@ -405,7 +405,7 @@ def read_any(path: Path) -> Any:
 
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = seal.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         msg = f"can't read the evidence {path}: {e}"
         raise UsageError(msg) from None

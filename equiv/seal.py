@@ -16,6 +16,31 @@ FIELD = "content_sha256"
 """The field that holds the digest."""
 
 
+def loads(data: str | bytes) -> Any:
+    """Read JSON in which no object has a key twice.
+
+    Raises
+    ------
+    ValueError : it is no JSON, which has no NaN either; or a key stands twice: then readers differ
+        on what it says.
+
+    """
+    return json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"an object has the key {key!r} twice")
+        made[key] = value
+    return made
+
+
 def digest_of(raw: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a JSON object's values, its own digest left out."""
     rest = {name: value for name, value in raw.items() if name != FIELD}

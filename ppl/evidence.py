@@ -248,7 +248,7 @@ def read(path: Path) -> PplEvidence:
     """
     try:
         raw = path.read_bytes()
-        made = PplEvidence.model_validate_json(raw)
+        made = PplEvidence.model_validate_json(raw, strict=True)
     except ValidationError as e:
         one = e.errors()[0]
         where = ".".join(str(x) for x in one["loc"])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from equiv import seal
 from equiv.files import write_whole
 from ppl.errors import PplError, Stale
 
@@ -80,6 +81,8 @@ class Record(_Frozen):
     response: dict[str, JsonValue] = {}
     rows: int = Field(gt=0)
     array_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    content_sha256: str = ""
+    """Digest of the record itself (``equiv.seal``); empty in those of before there was one."""
 
     @property
     def run(self) -> tuple[str, int, int]:
@@ -136,12 +139,14 @@ class Store:
         digest = hashlib.sha256(data).hexdigest()
         try:
             record = Record(rows=len(good), array_sha256=digest, **facts)
+            text = seal.sealed(record.model_dump_json())
+            record = Record.model_validate_json(text)
         except ValidationError as e:
             raise PplError(f"{name}: {_first(e)}") from None
         path = self._path(record.key.text, *record.run)
         try:
             write_whole(path.with_name(f"{digest[:32]}.f32"), data)
-            write_whole(path, record.model_dump_json(indent=1).encode() + b"\n")
+            write_whole(path, text.encode())
         except OSError as e:
             raise PplError(f"can't write to {self.folder}: {e.strerror}") from None
         return record
@@ -214,11 +219,18 @@ def _first(e: ValidationError) -> str:
 
 def _read(path: Path) -> Record:
     try:
-        return Record.model_validate_json(path.read_bytes())
+        data = path.read_bytes()
+        record = Record.model_validate_json(data)
+        damage = seal.broken(seal.loads(data))
     except ValidationError as e:
         raise PplError(f"{path} is damaged: {_first(e)}") from None
+    except ValueError as e:
+        raise PplError(f"{path} is damaged: {e}") from None
     except OSError as e:
         raise PplError(f"can't read {path}: {e.strerror}") from None
+    if damage:
+        raise PplError(f"{path} is damaged: {damage}")
+    return record
 
 
 Stored = dict[tuple[str, tuple[str, int, int]], tuple[Store, Record]]

@@ -17,6 +17,7 @@ may differ       seeds, profiles, lanes, hosts, Python, NumPy; between a CPU and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def commit_of(pieces: Iterable[Piece]) -> str:
     return next((c for p in pieces for c in _commits_of(p)), "")
 
 
+def stranger(piece: Piece, pieces: Sequence[Piece]) -> str:
+    """Say why a file isn't of the commit and sources of others; empty where it is, or for none."""
+    if pieces and not _commits_of(piece) and not _hashes(piece):
+        return f"{piece.name} doesn't say which bytegate made it"
+    both = [*pieces, piece]
+    return next(itertools.chain(_commits(both, None), _sources(both)), "") if pieces else ""
+
+
 def dirty(piece: Piece) -> bool:
     """Whether evidence says that its tree had changes."""
     return any(suite.get("dirty") is True for suite in piece.suites)
@@ -101,6 +110,9 @@ def _commits(pieces: Sequence[Piece], wanted: str | None) -> Iterator[str]:
     values = _grouped((c, p) for p in pieces for c in _commits_of(p))
     if len(values) > 1:
         yield f"commits differ: {_listed(values)}"
+    for p in pieces:
+        if wanted and not _commits_of(p):
+            yield f"commit {wanted[:SHORT]} was asked for, and {p.name} states none"
     for value, names in values.items():
         if wanted and not value.startswith(wanted):
             yield (

@@ -6,6 +6,7 @@ What they need beside a GPU host's packages, pydantic above all, is imported whe
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ gate_app = typer.Typer(
     help="Run what a policy asks for, or judge evidence that is there, and give one verdict.",
 )
 REQUIRES = ("gpu",)
+COMMIT = re.compile("[0-9a-fA-F]{7,64}")
 
 
 def _module(name: str) -> ModuleType:
@@ -64,6 +66,10 @@ def gate(
     unknown = [x for x in require or () if x not in REQUIRES]
     if unknown:
         raise UsageError(f"--require {unknown[0]}: expected {', '.join(REQUIRES)}")
+    if commit is not None and not COMMIT.fullmatch(commit):
+        raise UsageError(
+            f"--commit {commit or repr(commit)}: expected 7 or more hexadecimal digits"
+        )
     run, policies = _module("run"), _module("policy")
     from equiv.command import command_line
 
@@ -74,7 +80,7 @@ def gate(
         policy=chosen,
         folders=tuple(folders or ()),
         out=out,
-        commit=commit,
+        commit=commit and commit.lower(),
         command=command_line(),
     )
     done = run.gate(request, _announce)

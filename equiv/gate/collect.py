@@ -8,15 +8,15 @@ doesn't know, is a problem by its name: nothing is judged then.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from equiv import evidence, seal
 from equiv.errors import BytegateError, UsageError
+from equiv.gate import consistent
 
 LAYERS = {
     "kernel": "kernel",
@@ -148,12 +148,14 @@ def collect(folders: Sequence[Path]) -> Collected:
     found = Collected()
     seen: dict[Path, None] = {}
     digests: dict[str, str] = {}
+    taken: set[str] = set()
     for folder in folders:
         for path in _files(folder):
             if path.resolve() in seen:
                 continue
             seen[path.resolve()] = None
-            name = _shown(path, folder)
+            name = _plain(_shown(path, folder, taken))
+            taken.add(name)
             try:
                 piece = read(path, name)
             except NotShown as e:
@@ -164,14 +166,20 @@ def collect(folders: Sequence[Path]) -> Collected:
                 continue
             if piece is None:
                 continue
-            if piece.sha256 in digests:
-                found.notes.append(f"{name} is a copy of {digests[piece.sha256]}, and counts once")
+            if _plain(str(path)) != str(path):
+                found.problems.append(
+                    f"{name} has a name that is no UTF-8, so it can't be recorded"
+                )
                 continue
-            digests[piece.sha256] = name
+            # Laid out in another way, it is a copy all the same: its digest is of the content.
+            content = piece.made.content_sha256 or piece.sha256
+            if content in digests:
+                found.notes.append(f"{name} is a copy of {digests[content]}, and counts once")
+                continue
+            digests[content] = name
             (found.perf if piece.layer == "perf" else found.pieces).append(piece)
-        stores = [p.parent for p in sorted(folder.rglob(ARRAYS)) if p.is_dir()]
         found.stores += [
-            s for s in stores if s.resolve() not in {x.resolve() for x in found.stores}
+            s for s in stores(folder) if s.resolve() not in {x.resolve() for x in found.stores}
         ]
     return found
 
@@ -190,18 +198,20 @@ def read(path: Path, name: str, *, unsealed: bool = False) -> Piece | None:
     """
     known = path.name in NAMES
     try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{name} can't be read: it is no regular file")
         data = path.read_bytes()
     except OSError as e:
         raise UsageError(f"{name} can't be read: {e.strerror}") from None
     try:
-        raw = json.loads(data)
+        raw = seal.loads(data)
     except (ValueError, RecursionError) as e:
         if not known and not _looks_ours(data):
             return None
         raise UsageError(f"{name} is damaged, it is no JSON: {e}") from None
-    schema = str(raw.get("schema", "")) if isinstance(raw, dict) else ""
+    schema = _plain(str(raw.get("schema", ""))) if isinstance(raw, dict) else ""
     if not schema.startswith("bytegate."):
-        if not known:
+        if not known and not _was_ours(raw):
             return None
         raise UsageError(f"{name} states no schema of bytegate's, {schema or 'none'}")
     if schema.startswith(PASSED_OVER):
@@ -216,7 +226,9 @@ def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed
     """Read evidence of a layer, once it was seen to be what was written."""
     schema = raw["schema"]
     if schema not in {*KINDS, SERVERS}:
-        raise UsageError(f"{name} is of an unknown schema, {schema}; did a newer bytegate make it?")
+        raise UsageError(
+            f"{name} is of an unknown schema, {_plain(schema)}; did a newer bytegate make it?"
+        )
     if damage := seal.broken(raw):
         raise UsageError(f"{name} is damaged: {damage}")
     if not raw.get(seal.FIELD) and not unsealed:
@@ -227,6 +239,8 @@ def _sealed(path: Path, name: str, digest: str, raw: dict[str, Any], *, unsealed
     if schema == SERVERS:
         return Piece(path, name, digest, "servers", _ppl(path, name))
     made = _evidence(path, name, KINDS[schema])
+    if against := consistent.contradictions(made):
+        raise UsageError(f"the evidence {name} contradicts itself: {'; '.join(against[:3])}")
     return Piece(path, name, digest, layer_of(made), made)
 
 
@@ -266,20 +280,57 @@ def _ppl(path: Path, name: str) -> Any:
         raise UsageError(str(e).replace(str(path), name)) from None
 
 
+def _folders(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield folders, what lies in them, once each: through links, but not the hidden ones."""
+    seen: set[Path] = set()
+    for root, folders, files in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in seen:
+            folders[:] = []
+            continue
+        seen.add(here.resolve())
+        inside = sorted(x for x in folders if not x.startswith("."))
+        folders[:] = [x for x in inside if x != ARRAYS]
+        yield here, inside, sorted(files)
+
+
 def _files(folder: Path) -> Iterator[Path]:
     """Yield the JSON files below a folder, but for stored results and what is hidden."""
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(x for x in folders if x != ARRAYS and not x.startswith("."))
-        yield from (Path(root, x) for x in sorted(files) if x.endswith(".json"))
+    for root, _, files in _folders(folder):
+        yield from (root / x for x in files if x.endswith(".json"))
 
 
-def _shown(path: Path, folder: Path) -> str:
+def stores(folder: Path) -> list[Path]:
+    """Return the folders of stored arrays below a folder."""
+    return [root for root, inside, _ in _folders(folder) if ARRAYS in inside]
+
+
+def _shown(path: Path, folder: Path, taken: Container[str]) -> str:
+    """Name a file from the folder that was given, or from above it where that is another's name."""
     inside = path.relative_to(folder)
-    return str(Path(folder.name or folder.resolve().name, inside))
+    name = str(Path(folder.name or folder.resolve().name, inside))
+    above = folder.absolute().parts
+    for n in range(2, len(above) + 1):
+        if name not in taken:
+            break
+        name = str(Path(*above[-n:], inside))
+    return name
 
 
 def _looks_ours(data: bytes) -> bool:
     return b'"bytegate.' in data or (b'"verdict"' in data and b'"exit_code"' in data)
+
+
+def _was_ours(raw: Any) -> bool:
+    """Whether a file has the fields of evidence, though not the schema any more."""
+    return isinstance(raw, dict) and (
+        seal.FIELD in raw or {"verdict", "exit_code", "schema_version"} <= raw.keys()
+    )
+
+
+def _plain(text: str) -> str:
+    """Write what no text file can hold (bytes of a name that are no UTF-8) as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

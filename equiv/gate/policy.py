@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -13,11 +14,19 @@ from equiv.errors import UsageError
 
 Devices = Literal["any", "cpu", "gpu", "both", "no"]
 Profile = Literal["dev", "gate", "nightly"]
+Observed = Literal[
+    "which route ran",
+    "context chunks and packs",
+    "scheduler chunks",
+    "cached tokens",
+    "preemptions",
+]
+"""What servers can be asked to have shown; a route that nothing shows is invalid in any case."""
 PROFILES = ("dev", "gate", "nightly")
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class Kernel(_Part):
@@ -58,7 +67,7 @@ class Servers(_Part):
     margin_nats: float = Field(gt=0)
     texts: int = Field(ge=1)
     exposed_tokens: int = Field(ge=1)
-    observed: tuple[str, ...]
+    observed: tuple[Observed, ...]
     arrays: bool
     arguments: tuple[str, ...]
 
@@ -74,6 +83,16 @@ class Policy(_Part):
     faults: Faults
     servers: Servers
 
+    @field_validator("loop")
+    @classmethod
+    def _known_loop_lanes(cls, value: Loop) -> Loop:
+        from equiv.loop.case import LANES
+
+        unknown = [x for x in (*value.lanes, *value.cpu_lanes) if x not in LANES]
+        if unknown:
+            raise ValueError(f"unknown lane {unknown[0]!r}: expected {', '.join(LANES)}")
+        return value
+
     @field_validator("kernel")
     @classmethod
     def _known_lanes(cls, value: Kernel) -> Kernel:
@@ -83,6 +102,10 @@ class Policy(_Part):
         if unknown:
             raise ValueError(f"unknown lane {unknown[0]!r}: expected {', '.join(LANE_NAMES)}")
         return value
+
+    def sha256(self) -> str:
+        """Return the digest of every key's value."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def requires(self, layer: str) -> Devices:
         """Return on which devices a layer is required, a GPU that must not be missing included.
@@ -128,7 +151,7 @@ def load(path: Path | None = None) -> Policy:
         name = f"the policy {path}"
         try:
             own = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise UsageError(
                 f"can't read {name}: {getattr(e, 'strerror', None) or e}; "
                 "`bytegate gate policy` prints one to start from"

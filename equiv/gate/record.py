@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,6 +136,10 @@ def contradictions(made: GateEvidence) -> list[str]:
     word = verdict_of(made.cells, made.problems)
     if made.verdict != word:
         wrong.append(f"verdict {made.verdict}, and its cells make it {word}")
+    if made.policy_sha256 != made.policy.sha256():
+        wrong.append("policy_sha256, and the policy in it has another digest")
+    twice = [w for w, n in Counter((c.layer, c.device) for c in made.cells).items() if n > 1]
+    wrong += [f"{layer} on {device} has two cells" for layer, device in twice]
     names = {f.name for f in made.files}
     wrong += [
         f"{c.layer} on {c.device} {c.state} without a file of evidence"
@@ -163,7 +167,7 @@ def read(path: Path) -> GateEvidence:
     """
     try:
         data = path.read_bytes()
-        raw: Any = json.loads(data)
+        raw: Any = seal.loads(data)
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"can't read the verdict {path}: {e}") from None
     try:

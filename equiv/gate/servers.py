@@ -20,7 +20,7 @@ another order, and no figure of a verdict is so close to a limit."""
 DERIVED = (
     *("verdict", "exit_code", "decided", "claim", "margin_nats", "margin_stated", "runs"),
     *("identity", "pooled_perplexity", "statistics", "texts", "not_covered", "warnings"),
-    "inputs_sha256",
+    *("inputs_sha256", "subject", "top1"),
 )
 """Fields of ``ppl.json`` that follow from the arrays."""
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from equiv.document import Block, Facts, Heading, Table, counted
 from equiv.errors import ExitCode, UsageError
 from equiv.files import sha256
-from equiv.gate import collect, record, servers
+from equiv.gate import agree, collect, record, servers
 
 Outcome = Literal["holds", "differs", "damaged", "not covered"]
 
@@ -97,9 +97,10 @@ def verify(path: Path, options: Options) -> Verified:
 
     Raises
     ------
-    UsageError : there is no such file.
+    UsageError : there is no such file, or a folder of the options isn't there.
 
     """
+    collect.check(options.folders)
     if not path.is_file():
         raise UsageError(
             f"{path}: there is no such file; give a gate.json, equiv.json, loop.json, faults.json "
@@ -127,7 +128,7 @@ def _is_verdict(path: Path) -> bool:
 
 
 def _stores(folders: Iterable[Path]) -> list[Path]:
-    return [p.parent for f in folders for p in sorted(f.rglob(collect.ARRAYS)) if p.is_dir()]
+    return [s for f in folders for s in collect.stores(f)]
 
 
 def _piece(piece: collect.Piece, options: Options, stores: Sequence[Path]) -> list[Check]:
@@ -218,9 +219,11 @@ def _same_verdict(made: record.GateEvidence, found: collect.Collected) -> Check:
 
     again = judge(found, made.policy, commit=made.commit_wanted)
     what = "the verdict, from the files and the policy"
+    if made.problems and not again.problems:
+        text = f"what was amiss isn't with the files that could be read: {made.problems[0]}"
+        return Check(what, "not covered", text)
     if made.problems:
-        held = bool(again.problems) or not made.files
-        return Check(what, "holds" if held else "differs", "; ".join(again.problems[:2]))
+        return Check(what, "holds", "; ".join(again.problems[:2]))
     word = record.verdict_of(again.cells, again.problems)
     if word != made.verdict:
         return Check(what, "differs", f"{made.verdict} is recorded, and they give {word}")
@@ -228,6 +231,12 @@ def _same_verdict(made: record.GateEvidence, found: collect.Collected) -> Check:
     def facts(cells: Iterable[record.Cell]) -> list[Any]:
         return sorted((c.layer, c.device, c.state, c.required, sorted(c.files)) for c in cells)
 
+    stated = (agree.commit_of(found.pieces), any(agree.dirty(p) for p in found.pieces))
+    for name, recorded, value in zip(
+        ("commit", "dirty"), (made.commit, made.dirty), stated, strict=True
+    ):
+        if recorded != value:
+            return Check(what, "differs", f"{name} {recorded} is recorded, and they state {value}")
     if facts(again.cells) != facts(made.cells):
         one = next(iter(set(map(str, facts(again.cells))) ^ set(map(str, facts(made.cells)))))
         return Check(what, "differs", f"a cell comes out otherwise: {one}")

@@ -182,7 +182,7 @@ def run_loop(
         device=device,
         profile=profile,
         seed=seed_of(profile, request.seed),
-        lanes=tuple(request.lanes) or default_lanes(device),
+        lanes=tuple(dict.fromkeys(request.lanes)) or default_lanes(device),
         patches=request.patches,
         any_dims=any_dims,
     )

@@ -474,13 +474,18 @@ def test_speed_is_shown_and_never_decides(tree: Path) -> None:
     verdict, code = perf.verdict_of(tail, None)
     said = perf.summarised(tail, None, [])
     made = perf.PerfEvidence(
-        verdict, code, tail, None, [], {}, "", 1.0, "bytegate perf", summary=said
+        verdict, code, tail, None, [], environment(), "", 1.0, "bytegate perf", summary=said
     )
     evidence.write(tree / "perf.json", made)
     assert gate(tree).code == 0
     text = (tree / "out" / "gate.md").read_text(encoding="utf-8")
     assert "**speed, doesn't decide**" in text
     assert said[0].split(":")[0] in text
+    edit(tree / "perf.json", lambda raw: raw["environment"]["suite"].update(commit="b" * 40))
+    done = gate(tree)
+    assert done.code == 0
+    assert "speed isn't shown: commits differ" in done.said
+    assert said[0].split(":")[0] not in (tree / "out" / "gate.md").read_text(encoding="utf-8")
     edit(tree / "perf.json", lambda raw: raw.update({"seconds": 2.0}), sealed=False)
     done = gate(tree)
     assert done.code == 0

@@ -58,6 +58,14 @@ def test_what_is_left_out_has_the_default(tmp_path: Path) -> None:
         ("schema_version = 2\n", "schema_version: Input should be 1"),
         ("kernel = 1\n", "kernel"),
         ("[kernel\n", "can't read the policy"),
+        ("[loop]\nlanes = ['edge']\n", "loop: unknown lane 'edge': expected edges"),
+        ("[loop]\ncpu_lanes = ['glue']\n", "loop: unknown lane 'glue': expected edges"),
+        ("[servers]\nobserved = ['chunks']\n", "servers.observed.0: Input should be 'which route"),
+        ("[servers]\ntexts = true\n", "servers.texts: Input should be a valid integer"),
+        ("[servers]\nmargin_nats = '1'\n", "servers.margin_nats: Input should be a valid number"),
+        ("clean_tree = 'no'\n", "clean_tree: Input should be a valid boolean"),
+        (f"[servers]\ntexts = {'9' * 5000}\n", "can't read the policy"),
+        (f"a = {'[' * 3000}\n", "can't read the policy"),
     ],
 )
 def test_a_policy_that_cannot_be_is_one_line(tmp_path: Path, text: str, says: str) -> None:

@@ -6,6 +6,7 @@ Every tampering is of one tree, whose untouched copy passes: the clean twin.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 from evidence_tree import Ran, arrays, bytegate, digest_of_tree, edit, faults, gate, ppl
 
 from equiv import evidence
+from equiv.gate.policy import Policy
 
 CPU, GPU = Path("cpu"), Path("gpu")
 EQUIV = CPU / "equiv" / "equiv.json"
@@ -185,6 +187,52 @@ def library(made: dict[str, Any]) -> None:
     made["environment"]["libraries"][0]["sha256"] = "9" * 64
 
 
+def another_model(made: dict[str, Any]) -> None:
+    made["subject"]["model"] = "another model"
+
+
+def twice(root: Path) -> None:
+    """Let a key stand twice, the first time with what readers that keep the first would take."""
+    text = (root / EQUIV).read_text(encoding="utf-8")
+    (root / EQUIV).write_text(text.replace("{", '{"verdict": "FAIL",', 1), encoding="utf-8")
+
+
+def renamed(root: Path) -> None:
+    """Lose the schema of a file whose name says nothing."""
+    (root / LOOP).rename(root / LOOP.with_name("mine.json"))
+    flip(LOOP.with_name("mine.json"), '"bytegate.loop"', '"bytfgate.loop"')(root)
+
+
+def edit_record(root: Path) -> None:
+    """Change in a record what no figure of the verdict is made from."""
+    edit(first_record(root), lambda made: made["response"].update(wall_s=1.0), sealed=False)
+
+
+def double(*where: str | int) -> Callable[[dict[str, Any]], None]:
+    """Let the first item of a list stand in it twice."""
+
+    def do(made: dict[str, Any]) -> None:
+        found: Any = made
+        for step in where:
+            found = found[step]
+        found.append(found[0])
+
+    return do
+
+
+def unknown_outcome(made: dict[str, Any]) -> None:
+    made["faults"][0]["outcome"] = "MISSED"
+
+
+def alarms(made: dict[str, Any]) -> None:
+    made["false_alarms"]["cases"] = "many"
+
+
+def no_number(root: Path) -> None:
+    text = (root / EQUIV).read_text(encoding="utf-8")
+    (root / EQUIV).write_text(text.replace('"seed": 0', '"seed": NaN', 1), encoding="utf-8")
+
+
 def key(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda made: made.update({name: value})
 
@@ -292,6 +340,54 @@ AT_THE_GATE = {
     "a missing text": Tampering(
         lose_a_text, 4, ("ppl.json wasn't made from the arrays beside it",)
     ),
+    "another model, sealed again": Tampering(
+        change(SERVERS, another_model), 4, ("ppl.json isn't what its arrays give", "subject.model")
+    ),
+    "a candidate twice": Tampering(
+        change(EQUIV, double("candidates")), 4, ("equiv.json contradicts itself", "in it twice")
+    ),
+    "a lane of a candidate twice": Tampering(
+        change(EQUIV, double("candidates", 0, "lanes")), 4, ("lane patterns stands in it twice",)
+    ),
+    "a lane of the loop twice": Tampering(
+        change(LOOP, double("lanes")), 4, ("loop.json contradicts itself", "in it twice")
+    ),
+    "a planted fault twice": Tampering(
+        change(FAULTS, double("faults")), 4, ("stands in it twice",)
+    ),
+    "an outcome that is none": Tampering(change(FAULTS, unknown_outcome), 4, ("outcome 'MISSED'",)),
+    "a count that is a word": Tampering(change(FAULTS, alarms), 4, ("false_alarms.cases 'many'",)),
+    "a profile that is none": Tampering(
+        change(LOOP, key("profile", "long")), 4, ("there is no profile 'long'",)
+    ),
+    "a time below 0": Tampering(change(EQUIV, key("seconds", -1.0)), 4, ("took -1.0 seconds",)),
+    "a command with an open quote": Tampering(
+        change(EQUIV, key("command", "bytegate 'x")), 4, ("its command is none",)
+    ),
+    "a number as a string": Tampering(
+        change(SERVERS, key("exit_code", "0")), 4, ("ppl.json is damaged: exit_code",)
+    ),
+    "no number": Tampering(no_number, 4, ("equiv.json is damaged", "NaN is no number")),
+    "a schema that no text can hold": Tampering(
+        lambda root: (root / "x.json").write_text(
+            '{"schema": "bytegate.\\ud800"}', encoding="utf-8"
+        ),
+        4,
+        ("x.json is of an unknown schema, bytegate.\\ud800",),
+    ),
+    "a pipe": Tampering(
+        lambda root: os.mkfifo(root / "x.json"), 4, ("x.json can't be read: it is no regular file",)
+    ),
+    "a name that no text can hold": Tampering(
+        lambda root: (root / LOOP).rename(root / LOOP.with_name(os.fsdecode(b"\xff.json"))),
+        4,
+        ("loop/\\udcff.json has a name that is no UTF-8",),
+    ),
+    "a key twice": Tampering(twice, 4, ("equiv.json", "has the key 'verdict' twice")),
+    "a lost schema under another name": Tampering(
+        renamed, 4, ("loop/mine.json states no schema of bytegate's, bytfgate.loop",)
+    ),
+    "an edited record": Tampering(edit_record, 4, ("-1-1.json is damaged: its content isn't",)),
     "the verdict of another run": Tampering(
         other_run, 4, ("ppl.json wasn't made from the arrays beside it",)
     ),
@@ -354,10 +450,16 @@ def pass_over(made: dict[str, Any]) -> None:
 
 
 def loosen(made: dict[str, Any]) -> None:
+    """Change the policy, and all that has to agree with it."""
     made["policy"]["servers"]["required"] = "no"
     for cell in made["cells"]:
         if cell["layer"] == "servers":
             cell["required"] = False
+    made["policy_sha256"] = Policy.model_validate_json(json.dumps(made["policy"])).sha256()
+
+
+def loosen_alone(made: dict[str, Any]) -> None:
+    made["policy"]["servers"]["texts"] = 1
 
 
 def hide(made: dict[str, Any]) -> None:
@@ -381,6 +483,18 @@ AFTER_THE_GATE = {
     ),
     "a loosened policy": Tampering(
         change(GATE, loosen), 1, ("the verdict, from the files and the policy", "differs")
+    ),
+    "a loosened policy under its old digest": Tampering(
+        change(GATE, loosen_alone), 4, ("policy_sha256, and the policy in it has another digest",)
+    ),
+    "another commit on the verdict": Tampering(
+        change(GATE, key("commit", "b" * 40)), 1, ("commit bbbb", "is recorded, and they state")
+    ),
+    "a hidden change of the tree": Tampering(
+        change(GATE, key("dirty", True)), 1, ("dirty True is recorded, and they state False",)
+    ),
+    "a cell twice": Tampering(
+        change(GATE, lambda made: made["cells"].append(made["cells"][0])), 4, ("has two cells",)
     ),
     "cells left out": Tampering(change(GATE, hide), 1, ("a cell comes out otherwise",)),
     "an evidence file of another run": Tampering(
@@ -413,3 +527,81 @@ def test_verify_refuses(name: str, tree: Path, clean: tuple[Ran, Ran, str]) -> N
     assert done.code == tampering.code, done.said
     for said in tampering.says:
         assert said in done.said
+
+
+# -- names, links, copies ------------------------------------------------------------------
+
+
+def test_two_folders_of_one_name_are_two_files(tree: Path, tmp_path: Path) -> None:
+    """Both comparisons are held against their arrays, though both folders are called ``ppl``."""
+    for host in ("one", "two"):
+        shutil.copytree(tree / "ppl", tmp_path / host / "ppl")
+    arrays(tmp_path / "two" / "ppl", lambda _text, _arm, values: values - 0.5)
+    ppl(tmp_path / "two" / "ppl")
+    shutil.rmtree(tree / "ppl")
+    words = [w for host in ("one", "two") for w in ("--from", str(tmp_path / host / "ppl"))]
+    assert gate(tree, *words).code == 0
+    files = [f["name"] for f in json.loads((tree / "out" / "gate.json").read_text())["files"]]
+    assert {"ppl/ppl.json", "two/ppl/ppl.json"} <= set(files)
+    edit(tmp_path / "one" / SERVERS, power)
+    done = gate(tree, *words)
+    assert done.code == 4, done.said
+    assert "ppl/ppl.json isn't what its arrays give" in done.said
+
+
+def test_a_link_to_a_folder_is_that_folder(tree: Path, tmp_path: Path) -> None:
+    (tree / "cpu" / "loop").rename(tmp_path / "elsewhere")
+    assert gate(tree).code == 4
+    (tree / "cpu" / "loop").symlink_to(tmp_path / "elsewhere")
+    (tree / "cpu" / "round").symlink_to(tree)
+    done = gate(tree)
+    assert done.code == 0, done.said
+
+
+@pytest.mark.parametrize("how", ["laid out anew", "the same seed again"])
+def test_the_same_cases_count_once(tree: Path, how: str) -> None:
+    asked = "[faults]\nclean_cases = {}\nloop = 'no'\n"
+    own = (tree / "policy.toml").read_text(encoding="utf-8")
+    cases = json.loads((tree / FAULTS).read_text(encoding="utf-8"))["false_alarms"]["cases"]
+    copy = tree / "cpu" / "again" / "faults.json"
+    copy.parent.mkdir()
+    made = json.loads((tree / FAULTS).read_text(encoding="utf-8"))
+    copy.write_text(json.dumps(made, indent=3), encoding="utf-8")
+    if how == "the same seed again":
+        edit(copy, key("seconds", 2.0))
+    for least, code in ((cases, 0), (cases + 1, 4)):
+        (tree / "policy.toml").write_text(own + asked.format(least), encoding="utf-8")
+        assert gate(tree).code == code
+    edit(copy, key("seed", 1))
+    assert gate(tree).code == 0, "another seed's cases are others"
+
+
+@pytest.mark.parametrize("asked", ["", "zz", "HEAD", "a" * 6, "a" * 65])
+def test_a_commit_that_is_none_is_bad_usage(tree: Path, asked: str) -> None:
+    done = gate(tree, "--commit", asked)
+    assert (done.code, done.said.count("\n")) == (2, 1), done.said
+    assert gate(tree, "--commit", "A" * 12).code == 0
+
+
+def test_who_states_no_commit_is_not_of_the_one_asked_for(tree: Path) -> None:
+    edit(tree / LOOP, lambda made: made["environment"]["suite"].pop("commit"))
+    assert gate(tree).code == 0, "its sources are the others'"
+    done = gate(tree, "--commit", "a" * 40)
+    assert done.code == 4
+    assert "and tree/cpu/loop/loop.json states none" in done.said
+
+
+def test_verify_wants_its_folders(tree: Path) -> None:
+    assert gate(tree).code == 0
+    words = ("verify", str(tree / GATE), "--cases", "0", "--from")
+    assert bytegate(*words, str(tree)).code == 0
+    done = bytegate(*words, str(tree / "nowhere"))
+    assert (done.code, done.said.count("\n")) == (2, 1), done.said
+
+
+def test_an_invalid_verdict_on_what_cannot_be_read_does_not_differ(tree: Path) -> None:
+    cut(FAULTS, 0.5)(tree)
+    assert gate(tree).code == 4
+    done = bytegate("verify", str(tree / GATE), "--cases", "0")
+    assert done.code == 0, done.said
+    assert "what was amiss isn't with the files that could be read" in done.said

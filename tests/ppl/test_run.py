@@ -445,3 +445,22 @@ def test_progress_says_how_fast_and_how_long(fake: Start, texts: Path, tmp_path:
     assert "16 of 16" in lines
     facts = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
     assert facts["timing"][0]["scored_tokens"] > 0
+
+
+def test_a_run_that_was_stopped_is_invalid_until_it_is_finished(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    urls = fake(route="stock"), fake(route="fused")
+    made = go(*urls, texts, out)
+    whole = tmp_path / "copy"
+    shutil.copytree(out, whole)
+    for lacking in ("*/*-1-2.json", "text1*/*.json"):
+        shutil.rmtree(out)
+        shutil.copytree(whole, out)
+        for path in (out / "scores").glob(lacking):
+            path.unlink()
+        again = judge.compare_stored([out])
+        assert (again.verdict, again.exit_code) == ("INVALID", 4)
+        assert "the run isn't finished" in again.decided.reasons[0]
+        assert go(*urls, texts, out).verdict == made.verdict == "IDENTICAL"

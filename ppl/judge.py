@@ -79,8 +79,8 @@ def compare_stored(
     PplError : what is stored can't be read, or the margin isn't positive.
 
     """
-    if margin is not None and not 0 < margin < math.inf:
-        raise PplError(f"margin {margin}: expected a positive number of nats")
+    if margin is not None:
+        verdict.check_margin(margin)
     known = {folder: facts.read(folder) for folder in folders}
     runs = [run for run in known.values() if run is not None]
     held = [f for f in folders if any(Store(f).records()) or not (partial or known[f] is not None)]
@@ -108,9 +108,9 @@ def _unfinished(run: RunFacts, records: Sequence[Record]) -> list[str]:
     if not lacking:
         return []
     text, arm, launch, repeat = lacking[0]
+    first = f"text {text}, {arm} launch {launch} repeat {repeat}"
     return [
-        f"the run isn't finished: {len(lacking)} results are missing, the first of text {text}, "
-        f"{arm} launch {launch} repeat {repeat}; its command goes on"
+        f"the run isn't finished: {len(lacking)} results are missing, first {first}: run it again"
     ]
 
 

@@ -168,6 +168,7 @@ class Work:
         assert server.snapshot is not None
         seen = scoring.workspace_seen(server.snapshot, s.planned.configuration)
         wrong += [seen] if seen else []
+        server.warm = (item.ids, result.scored.values)
         if wrong:
             raise Stop(f"{server.arm}: {wrong[0]}", [f"{server.arm}, warm-up: {x}" for x in wrong])
         s.note(
@@ -224,6 +225,7 @@ class Work:
             server = s.servers[arm]
             try:
                 result = scoring.measure(server, s.plan_of(text), item, s.method)
+                scoring.own(server, item, result.scored.values)
             except BadAnswer as e:
                 s.failed(step, str(e))
                 return 0.0

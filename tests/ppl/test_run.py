@@ -464,3 +464,59 @@ def test_a_run_that_was_stopped_is_invalid_until_it_is_finished(
         assert (again.verdict, again.exit_code) == ("INVALID", 4)
         assert "the run isn't finished" in again.decided.reasons[0]
         assert go(*urls, texts, out).verdict == made.verdict == "IDENTICAL"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("rounded to float32", "all rows are decimals of 5 digits or fewer"),
+        ("16 bits", "all rows have 16 bits or fewer"),
+        ("constant", "rows are -1.0: they don't depend on the text"),
+        ("repeated", "the values of the warm-up, whose ids are others"),
+    ],
+)
+def test_values_that_hide_differences_are_invalid_in_both_arms(
+    fault: str, says: str, fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, fault=fault) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out", tokens=(1900, 1900))
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    assert any(says in r for r in made.decided.reasons), made.decided.reasons
+
+
+def test_counters_that_nobody_tells_are_named(fake: Start, texts: Path, tmp_path: Path) -> None:
+    stated = ("--max-num-batched-tokens=512", "--decode-context-parallel-size", "2")
+    urls = [fake(route=a, dev=False, fault="only calls") for a in ("stock", "fused")]
+    made = go(*urls, texts, tmp_path / "out", arguments=stated)
+    assert made.verdict == "IDENTICAL", made.decided
+    for name in ("chunks", "continuations", "packs", "pack_rows"):
+        assert f"{name} of the route: counted for 0 of 16 results" in made.not_covered
+    assert "that no other request was served: observed for 0 of 16 results" in made.not_covered
+    urls = [fake(route=a, dev=False, fault="one rank") for a in ("stock", "fused")]
+    made = go(*urls, texts, tmp_path / "out2", arguments=stated)
+    assert made.verdict == "INVALID"
+    assert "stock: 1 of its 2 ranks tell their counters" in made.decided.reasons
+
+
+@pytest.mark.parametrize("key", ["se\ncret", "se cret", "s\u00e9cret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_told(
+    key: str, fake: Start, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIED", key)
+    urls = fake(route="stock"), fake(route="fused")
+    with pytest.raises(PplError, match="--api-key-env TRIED: its value has a blank") as e:
+        go(*urls, texts, tmp_path / "out", key_variable="TRIED")
+    assert "cret" not in str(e.value)
+
+
+def test_a_folder_that_cannot_be_made_and_a_margin_that_bounds_nothing(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--stock", "http://127.0.0.1:1", "--fused", "http://127.0.0.1:2"]
+    words += ["--texts", str(texts)]
+    (tmp_path / "file").touch()
+    assert run_app(ppl_app, [*words, "--out", str(tmp_path / "file" / "x")], "bytegate ppl") == 2
+    assert "can't write to" in capsys.readouterr().err
+    words += ["--margin", "1000", "--out", str(tmp_path / "out")]
+    assert run_app(ppl_app, words, "bytegate ppl") == 2
+    assert "margin 1000.0: expected at most 100 nats" in capsys.readouterr().err

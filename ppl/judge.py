@@ -104,7 +104,8 @@ def compare_stored(
 
 def _unfinished(run: RunFacts, records: Sequence[Record]) -> list[str]:
     """Say what a run that was stopped hasn't scored: what is stored is not all that was asked."""
-    lacking = order.missing(run, {(r.key.text, *r.run) for r in records})
+    stored = {(r.key.text, r.arm, r.launch, r.repeat) for r in records}
+    lacking = order.missing(run, stored)
     if not lacking:
         return []
     text, arm, launch, repeat = lacking[0]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ppl.runner import Session
 
 MOST_REPLACED = 3
-"""Times that a server of one launch that died is started again."""
+"""Times that a server of one launch that died is started again, or may have been by others."""
 
 
 class Stop(Exception):
@@ -309,6 +309,10 @@ class Work:
         """Look anew at a server that was started again; its configuration may be another."""
         s = self.session
         s.pace.say(f"{server.arm} was started again, {why}")
+        self.died[server.arm] = self.died.get(server.arm, 0) + 1
+        if self.died[server.arm] > MOST_REPLACED:
+            times = f"was started again {self.died[server.arm]} times in one launch"
+            raise Stop(f"{server.arm} {times}", [f"{server.arm} {times}, the last {why}"])
         server.layers = {}
         server.instance = Instance(
             arm=server.arm,

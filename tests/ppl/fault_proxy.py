@@ -116,6 +116,21 @@ def _one_rank(_: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> t
     return answer, code
 
 
+def _never_the_same(
+    proxy: Proxy, path: str, asked: bytes, answer: bytes, code: int
+) -> tuple[bytes, int]:
+    """Have other workers after each request for the text that begins with 1."""
+    if path == SCORES and json.loads(asked)["prompt"][0] == ord("1"):
+        proxy.kept += b"."
+    if path == "/collective_rpc":
+        body = json.loads(answer)
+        for tally in body["results"]:
+            if "pid" in tally:
+                tally["pid"] += len(proxy.kept)
+        answer = json.dumps(body).encode()
+    return answer, code
+
+
 def _null_row(choice: dict[str, Any], _: int) -> None:
     choice["prompt_logprobs"][40] = None
 
@@ -203,6 +218,7 @@ FAULTS: dict[str, Change] = {
     "repeated": _repeated,
     "only calls": _only_calls,
     "one rank": _one_rank,
+    "never the same": _never_the_same,
     "bias": _edit(_small_bias),
     "one in 5 fails": _one_in(5),
     "stale": _stale,

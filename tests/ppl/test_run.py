@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ppl.evidence import PplEvidence
 from ppl.options import Options
 from ppl.pace import Pace
 from ppl.store import Store
+from texts.errors import TextError
 
 TEXTS = 4
 WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. "
@@ -520,3 +522,37 @@ def test_a_folder_that_cannot_be_made_and_a_margin_that_bounds_nothing(
     words += ["--margin", "1000", "--out", str(tmp_path / "out")]
     assert run_app(ppl_app, words, "bytegate ppl") == 2
     assert "margin 1000.0: expected at most 100 nats" in capsys.readouterr().err
+
+
+def test_a_server_that_is_another_after_each_request_ends_the_run(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", fault="never the same")
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out")
+    assert made.verdict == "INVALID"
+    assert "fused was started again 4 times in one launch" in made.decided.reasons[0]
+
+
+def test_the_same_text_twice_is_refused(fake: Start, texts: Path, tmp_path: Path) -> None:
+    shutil.copy(texts / "text1.txt", texts / "again.txt")
+    urls = fake(route="stock"), fake(route="fused")
+    with pytest.raises(PplError, match=r"texts .*text1.txt.* are the same text"):
+        go(*urls, texts, tmp_path / "out")
+
+
+def test_a_run_may_go_on_without_a_file_that_is_not_there(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    urls = fake(route="stock"), fake(route="fused")
+    given = Options(
+        stock=urls[0],
+        fused=urls[1],
+        texts=(str(texts), str(tmp_path / "nosuch.txt")),
+        out=tmp_path / "out",
+    )
+    with (tmp_path / "progress").open("w", encoding="utf-8") as log:
+        with pytest.raises(TextError, match=r"nosuch\.txt"):
+            runner.run(given, Pace(log))
+        made = runner.run(replace(given, without_broken=True), Pace(log))
+    assert made.verdict == "IDENTICAL"
+    assert any(r.startswith("WITHOUT text") and "nosuch.txt" in r for r in made.decided.reasons)

@@ -68,6 +68,16 @@ def shifted(a: Floats, b: Floats) -> bool:
     return min(later, earlier) < SHIFT_SHARE * here
 
 
+def permuted(a: Floats, b: Floats) -> bool:
+    """Whether b is a in another order: rows of other tokens, whose mean no test of means moves.
+
+    Two rows may change places by rounding alone; more than that in bit-equal values can't.
+    """
+    x, y = a.view(np.uint32), b.view(np.uint32)
+    moved = np.count_nonzero(x != y)
+    return bool(moved > 2 and np.array_equal(np.sort(x), np.sort(y)))  # noqa: PLR2004 - a pair
+
+
 def stratum(d: ArrayF8) -> Stratum:
     """Summarise d, in nats, of one stratum of a text."""
     if not len(d):
@@ -114,6 +124,7 @@ class Compared:
         nats; NaN where there are none.
     distances : of each pair of runs, the mean exposed |d|, in nats.
     unequal : runs with a token that isn't bit-equal to the first stock run's.
+    misplaced : runs whose rows belong to other tokens, and how that shows.
 
     """
 
@@ -122,7 +133,7 @@ class Compared:
     controls: dict[Run, float] = field(default_factory=dict)
     distances: dict[frozenset[Run], float] = field(default_factory=dict)
     unequal: list[Run] = field(default_factory=list)
-    shifted: list[Run] = field(default_factory=list)
+    misplaced: dict[Run, str] = field(default_factory=dict)
 
 
 def compare_text(records: Sequence[Record], load: Load) -> Compared:
@@ -172,7 +183,12 @@ def compare_text(records: Sequence[Record], load: Load) -> Compared:
         difference_nats=difference(means) if exposed < first.rows else None,
         run_distances=places,
     )
-    wrong = [r for r in unequal if shifted(a, values[r])]
+    wrong = {r: "is shifted by one token" for r in unequal if shifted(a, values[r])}
+    wrong |= {
+        r: "has the rows in another order"
+        for r in unequal
+        if r not in wrong and permuted(a, values[r])
+    }
     return Compared(result, means, controls, distances, unequal, wrong)
 
 

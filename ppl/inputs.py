@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ppl.transport import Endpoint
 from texts import cut as cutting
 from texts import fetch, manifest, sources
 from texts.cut import Tokenizer
+from texts.errors import TextError
 
 BYTES = "UTF-8 bytes"
 SAMPLE = "The quick brown fox; naïve café, 千里之行。 def f(x): return x**2\n"
@@ -51,11 +53,32 @@ def documents(
 
     done = fetch.fetch(known, builtin, without_broken=options.without_broken, report=report)
     left = dict(done.left_out)
-    found = list(sources.documents([s for s in specs if s not in left], known))
+    found = _read(
+        [s for s in specs if s not in left], known, left, without_broken=options.without_broken
+    )
     warnings = [f"WITHOUT text {name}: {why}" for name, why in left.items()]
     if not found:
         raise PplError("no texts: there is nothing to score")
     return found, warnings
+
+
+def _read(
+    specs: Sequence[str], known: manifest.Manifest, left: dict[str, str], *, without_broken: bool
+) -> list[sources.Document]:
+    """Read texts; what can't be read goes into ``left`` where the run may go on without it."""
+    if not without_broken:
+        return list(sources.documents(specs, known))
+    found: list[sources.Document] = []
+    for spec in specs:
+        try:
+            mine = list(sources.documents([spec], known))
+        except TextError as e:
+            left[spec] = str(e)
+            continue
+        names = {d.id for d in found}
+        found += [d for d in mine if d.id not in names]
+        left |= {d.id: "another text is called so" for d in mine if d.id in names}
+    return found
 
 
 def of_server(endpoint: Endpoint, model: str) -> Tokenizer | None:
@@ -128,4 +151,22 @@ def cut(
             ids_sha256=done.ids_sha256,
         )
         made.append(Input(facts, done.ids))
+    _apart(made)
     return made
+
+
+def _apart(made: Sequence[Input]) -> None:
+    """Refuse a text that is another's beginning: statistics take texts as independent.
+
+    Raises
+    ------
+    PplError : one is.
+
+    """
+    ordered = sorted(made, key=lambda i: i.ids)
+    for one, following in itertools.pairwise(ordered):
+        if following.ids[: len(one.ids)] == one.ids:
+            raise PplError(
+                f"texts {one.name} and {following.name} are the same text, which would count "
+                "twice: leave one of them out"
+            )

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from equiv import environment
-from ppl import compare, facts, of_run, stats, top1, validity, verdict
+from ppl import compare, facts, of_run, order, stats, top1, validity, verdict
 from ppl.compare import Compared
 from ppl.errors import PplError
 from ppl.evidence import PplEvidence, Statistics, Subject, digest
+from ppl.facts import RunFacts
 from ppl.runs import Run
 from ppl.store import Record, Store, Stored
 
@@ -78,8 +79,8 @@ def compare_stored(
     PplError : what is stored can't be read, or the margin isn't positive.
 
     """
-    if margin is not None and not 0 < margin < math.inf:
-        raise PplError(f"margin {margin}: expected a positive number of nats")
+    if margin is not None:
+        verdict.check_margin(margin)
     known = {folder: facts.read(folder) for folder in folders}
     runs = [run for run in known.values() if run is not None]
     held = [f for f in folders if any(Store(f).records()) or not (partial or known[f] is not None)]
@@ -90,7 +91,7 @@ def compare_stored(
         lambda r: found[r.key.text, r.run][0].values(r),
         claim=claim,
         margin=margin,
-        amiss=[x for run in runs for x in run.reasons()],
+        amiss=[x for run in runs for x in run.reasons() or _unfinished(run, records)],
     )
     found_top1 = top1.agreements(made, found)
     made = made.model_copy(update={"top1": found_top1, "suite": environment.suite()})
@@ -99,6 +100,19 @@ def compare_stored(
         return made
     used: set[Run] = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
     return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used, alone=found)
+
+
+def _unfinished(run: RunFacts, records: Sequence[Record]) -> list[str]:
+    """Say what a run that was stopped hasn't scored: what is stored is not all that was asked."""
+    stored = {(r.key.text, r.arm, r.launch, r.repeat) for r in records}
+    lacking = order.missing(run, stored)
+    if not lacking:
+        return []
+    text, arm, launch, repeat = lacking[0]
+    first = f"text {text}, {arm} launch {launch} repeat {repeat}"
+    return [
+        f"the run isn't finished: {len(lacking)} results are missing, first {first}: run it again"
+    ]
 
 
 def judge(
@@ -127,8 +141,8 @@ def judge(
         for text, mine in validity.by_text(records).items():
             made = compare.compare_text(mine, load)
             invalid += [
-                f"text {text}: {arm} launch {launch} repeat {repeat} is shifted by one token"
-                for arm, launch, repeat in made.shifted
+                f"text {text}: {arm} launch {launch} repeat {repeat} {how}"
+                for (arm, launch, repeat), how in made.misplaced.items()
             ]
             done.append(made)
     runs = sorted({r.run for r in records}, key=lambda r: (r[0] != "stock", *r[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from equiv.files import sha256
 from ppl.errors import PplError
-from ppl.verdict import Claim
+from ppl.verdict import Claim, check_margin
 from texts.cut import LEAST, LONG_LEAST, MOST
 from texts.index import shown
 
@@ -99,6 +98,12 @@ class Options:
         value = os.environ.get(self.key_variable, "")
         if not value:
             raise PplError(f"--api-key-env {self.key_variable}: this variable isn't set")
+        if not (value.isascii() and value.isprintable() and " " not in value):
+            # The HTTP client would repeat it in its error.
+            raise PplError(
+                f"--api-key-env {self.key_variable}: its value has a blank, a line end or another "
+                "character that no header takes"
+            )
         return value
 
 
@@ -114,8 +119,8 @@ def check(options: Options) -> Options:
     _check_servers(o)
     if o.claim not in CLAIMS:
         raise PplError(f"claim {o.claim!r}: expected identical or equivalent")
-    if o.margin is not None and not 0 < o.margin < math.inf:
-        raise PplError(f"margin {o.margin}: expected a positive number of nats")
+    if o.margin is not None:
+        check_margin(o.margin)
     if o.repeats < 1 or o.launches < 1:
         raise PplError("--repeats and --launches: expected at least 1")
     if o.bursts < 1:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ppl.facts import ARMS, Arm
+from ppl.facts import ARMS, Arm, RunFacts
 
 Step = tuple[str, Arm, int, int]
 """Text, arm, launch, repeat."""
@@ -46,6 +46,25 @@ def phases(launches: int, *, one_at_a_time: bool) -> list[Phase]:
     for n in range(1, launches + 1):
         made += [Phase({arm: n}) for arm in (ARMS if n % 2 else ARMS[::-1])]
     return made
+
+
+def missing(run: RunFacts, stored: Collection[Step]) -> list[Step]:
+    """Return the steps of a run that are neither stored nor failed.
+
+    Servers that are there are scored a launch at a time: of those a first launch is enough.
+    """
+    asked = run.asked
+    if not all(isinstance(asked.get(name), int) for name in ("launches", "repeats")):
+        return []
+    launches = 1 if "stock" in asked else int(str(asked["launches"]))
+    names = [t.text for t in run.texts]
+    failed = {(f.text, f.arm, f.launch, f.repeat) for f in run.failures}
+    return [
+        step
+        for phase in phases(launches, one_at_a_time=False)
+        for step in phase.steps(names, int(str(asked["repeats"])))
+        if step not in stored and step not in failed
+    ]
 
 
 def describe(*, attached: bool, one_at_a_time: bool, repeats: int) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ppl.runner import Session
 
 MOST_REPLACED = 3
-"""Times that a server of one launch that died is started again."""
+"""Times that a server of one launch that died is started again, or may have been by others."""
 
 
 class Stop(Exception):
@@ -168,6 +168,7 @@ class Work:
         assert server.snapshot is not None
         seen = scoring.workspace_seen(server.snapshot, s.planned.configuration)
         wrong += [seen] if seen else []
+        server.warm = (item.ids, result.scored.values)
         if wrong:
             raise Stop(f"{server.arm}: {wrong[0]}", [f"{server.arm}, warm-up: {x}" for x in wrong])
         s.note(
@@ -224,6 +225,7 @@ class Work:
             server = s.servers[arm]
             try:
                 result = scoring.measure(server, s.plan_of(text), item, s.method)
+                scoring.own(server, item, result.scored.values)
             except BadAnswer as e:
                 s.failed(step, str(e))
                 return 0.0
@@ -307,6 +309,10 @@ class Work:
         """Look anew at a server that was started again; its configuration may be another."""
         s = self.session
         s.pace.say(f"{server.arm} was started again, {why}")
+        self.died[server.arm] = self.died.get(server.arm, 0) + 1
+        if self.died[server.arm] > MOST_REPLACED:
+            times = f"was started again {self.died[server.arm]} times in one launch"
+            raise Stop(f"{server.arm} {times}", [f"{server.arm} {times}, the last {why}"])
         server.layers = {}
         server.instance = Instance(
             arm=server.arm,

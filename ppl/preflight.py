@@ -234,12 +234,14 @@ def _route(snapshot: Snapshot, wanted: str | None) -> list[str]:
 def _ranks(snapshot: Snapshot, settings: Mapping[str, Any]) -> list[str]:
     """Say that some ranks tell no counters, where the server's own settings say how many it has."""
     sizes = [settings.get(f"{kind}_parallel_size", 1) for kind in ("pipeline", "data")]
-    tensor = settings.get("tensor_parallel_size")
+    # Decode context parallelism is within tensor parallelism: it has no ranks of its own.
+    tensor = settings.get("tensor_parallel_size", settings.get("decode_context_parallel_size"))
     if tensor is None or sizes[1] != 1 or not snapshot.ranks:
         return []
     wanted = int(str(tensor)) * int(str(sizes[0]))
     found = len(snapshot.ranks)
-    return [] if found == wanted else [f"{found} of its {wanted} ranks tell their counters"]
+    enough = found == wanted or (found > wanted and "tensor_parallel_size" not in settings)
+    return [] if enough else [f"{found} of its {wanted} ranks tell their counters"]
 
 
 def _blanks(arm: Arm, snapshot: Snapshot, whole: Mapping[str, Any]) -> list[str]:

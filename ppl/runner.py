@@ -42,7 +42,10 @@ def run(options: Options, pace: Pace) -> PplEvidence:
     """
     check(options)
     transport.no_retry_logs()
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise PplError(f"can't write to {options.out}: {e.strerror}") from None
     with _alone(options.out):
         session = Session(options, pace)
         try:

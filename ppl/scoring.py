@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from ppl import client, preflight
 from ppl.client import Method, Scored
 from ppl.errors import BadAnswer, PplError, Unreachable
@@ -16,13 +18,19 @@ from ppl.inputs import Input
 from ppl.observe import Difference, Snapshot, difference, observe
 from ppl.plan import Configuration, Planned
 from ppl.servers import Server
-from ppl.store import Observed, check
+from ppl.store import Floats, Observed, check
 
 SETTLE_S = 5.0
 """Seconds that counters and logs may lag behind an answer."""
 IDLE_S = 120.0
 """Seconds that a request which broke off may still run."""
 POLL_S = 0.02
+
+
+ENOUGH = 64
+"""Rows."""
+MOST_OF_DECIMALS = -100.0
+"""Below -128 every float32 is a number of 5 decimals, as far as float32 can tell."""
 
 
 class Restarted(Exception):
@@ -72,6 +80,7 @@ def measure(server: Server, planned: Planned, item: Input, method: Method) -> Re
             before_again=lambda: void(settle(server)),
         )
         check(scored.values, len(item.ids), "its log-probs")
+        telling(scored.values)
     except Unreachable:
         raise
     except PplError as e:
@@ -83,6 +92,48 @@ def measure(server: Server, planned: Planned, item: Input, method: Method) -> Re
         raise Restarted(apart.restarted)
     server.snapshot = after
     return Result(scored, _observed(server, after, apart, planned, scored), after.finished)
+
+
+def telling(values: Floats) -> None:
+    """Refuse values in which two routes would look equal though they aren't.
+
+    A row of float32 ends in 8 zero bits, or is a number of 5 decimals, by chance: hardly ever in
+    ``ENOUGH`` rows.
+
+    Raises
+    ------
+    BadAnswer : all the same, or all rounded.
+
+    """
+    if len(values) < ENOUGH:
+        return
+    if not np.ptp(values):
+        raise BadAnswer(f"all {len(values):,} rows are {values[0]}: they don't depend on the text")
+    why = ""
+    if not (values.view(np.uint32) & 0xFF).any():
+        why = "have 16 bits or fewer"
+    elif values.min() > MOST_OF_DECIMALS and any(
+        np.array_equal(values.astype(np.float64).round(n).astype(np.float32), values)
+        for n in range(2, 6)
+    ):
+        why = "are decimals of 5 digits or fewer"
+    if why:
+        raise BadAnswer(
+            f"all rows {why}: something on the way rounds log-probs, which hides differences"
+        )
+
+
+def own(server: Server, item: Input, values: Floats) -> None:
+    """Refuse the values of the warm-up, which has other ids.
+
+    Raises
+    ------
+    BadAnswer : they are the same.
+
+    """
+    ids, warm = server.warm
+    if ids != item.ids and np.array_equal(warm, values):
+        raise BadAnswer("the values of the warm-up, whose ids are others: an answer is repeated")
 
 
 def void(_: object) -> None:

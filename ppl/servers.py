@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from kvroute import serve
@@ -24,6 +25,7 @@ from ppl.facts import ARMS, Arm, Instance
 from ppl.observe import Snapshot
 from ppl.options import Options
 from ppl.preflight import Checked
+from ppl.store import Floats
 from ppl.transport import Endpoint
 
 UP_S = 900.0
@@ -60,6 +62,7 @@ class Server:
     snapshot : of its counters, after what it was last asked.
     layers : routed layers of each rank, where only the warm-up could tell them.
     log_at : bytes of its log that have been read.
+    warm : ids and values of its warm-up.
 
     """
 
@@ -71,6 +74,7 @@ class Server:
     snapshot: Snapshot | None = None
     layers: dict[int, int] = field(default_factory=dict)
     log_at: int = 0
+    warm: tuple[tuple[int, ...], Floats] = ((), np.zeros(0, np.float32))
 
     def alive(self) -> bool:
         """Whether it may still answer."""

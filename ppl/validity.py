@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ppl.observe import COUNTERS
 from ppl.store import Observed, Record
 
 
@@ -45,11 +46,26 @@ def amiss(records: Sequence[Record]) -> tuple[str, ...]:
             wrong.append(f"text {text} never reaches the path under test")
     return (
         *wrong,
+        *_one_answer(records),
         *_configurations(records),
         *_routes(records),
         *_unproven(records),
         *_observed(records),
     )
+
+
+def _one_answer(records: Sequence[Record]) -> list[str]:
+    """Name texts of other ids whose values are the same: a server that repeats an answer."""
+    known: dict[tuple[str, int], Record] = {}
+    wrong = []
+    for r in records:
+        other = known.setdefault((r.array_sha256, r.rows), r)
+        if other.key.ids_sha256 != r.key.ids_sha256 and other.key.text != r.key.text:
+            wrong.append(
+                f"text {r.key.text}, {_name(r.run)}: the values of text {other.key.text}, whose "
+                "ids are others"
+            )
+    return wrong[:1]
 
 
 def _name(run: tuple[str, int, int]) -> str:
@@ -140,13 +156,20 @@ def _list(values: Sequence[int]) -> str:
 
 def not_covered(records: Sequence[Record]) -> list[str]:
     """Return the self-checks that no record has facts for."""
-    return [
+    lacking = [
+        f"{name} of the route: counted for {there} of {len(records)} results"
+        for name in COUNTERS
+        if (there := sum(name in (r.observed.counters or {}) for r in records)) < len(records)
+        and any(r.observed.counters is not None for r in records)
+    ]
+    return lacking + [
         f"{what}: observed for {there} of {len(records)} results"
         for what, name in (
             ("context chunks and packs", "counters"),
             ("scheduler chunks", "scheduler_chunks"),
             ("cached tokens", "cached_tokens"),
             ("preemptions", "preemptions"),
+            ("that no other request was served", "requests"),
         )
         if (there := sum(getattr(r.observed, name) is not None for r in records)) < len(records)
     ]

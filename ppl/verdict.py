@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from scipy import stats
 
 from equiv.errors import ExitCode
+from ppl.errors import PplError
 from ppl.stats import Noise, Tost
 
 Claim = Literal["identical", "equivalent"]
@@ -19,6 +20,8 @@ NOISE_MARGINS = 3.0
 """Standard errors between launches that a default margin spans."""
 MOST_MARGIN = 1e-3
 """A default margin grows with the servers' own noise, but no further than this."""
+MOST_STATED = 100.0
+"""Nats; perplexities that far apart aren't numbers any more."""
 LAUNCH_LEVEL = 1e-4
 """Chance at which launches alone may look like a difference beyond the margin, two-sided.
 
@@ -51,6 +54,20 @@ class Verdict(BaseModel):
 def exit_code(word: Word, claim: Claim) -> int:
     """Return the exit code of a verdict under a claim."""
     return int(_EXIT[word][claim == "equivalent"])
+
+
+def check_margin(margin: float) -> None:
+    """Refuse a margin that bounds nothing.
+
+    Raises
+    ------
+    PplError : not positive, or so large that no difference of log-probabilities exceeds it.
+
+    """
+    if not margin > 0:
+        raise PplError(f"margin {margin}: expected a positive number of nats")
+    if not margin <= MOST_STATED:
+        raise PplError(f"margin {margin}: expected at most {MOST_STATED:g} nats")
 
 
 def default_margin(between_launches: float | None) -> float:

@@ -68,6 +68,69 @@ def _round(choice: dict[str, Any], _: int) -> None:
         value["logprob"] = round(value["logprob"], 4)
 
 
+def _round_to_float32(choice: dict[str, Any], _: int) -> None:
+    import numpy as np
+
+    for value in _values(choice):
+        value["logprob"] = float(np.float32(round(value["logprob"], 4)))
+
+
+def _sixteen_bits(choice: dict[str, Any], _: int) -> None:
+    import numpy as np
+
+    for value in _values(choice):
+        bits = np.float32(value["logprob"]).view(np.uint32) & np.uint32(0xFFFF0000)
+        value["logprob"] = float(bits.view(np.float32))
+
+
+def _constant(choice: dict[str, Any], _: int) -> None:
+    for value in _values(choice):
+        value["logprob"] = -1.0
+
+
+def _repeated(
+    proxy: Proxy, path: str, _asked: bytes, answer: bytes, code: int
+) -> tuple[bytes, int]:
+    """Return the ids and keys of this request with the values of the first."""
+    if path != SCORES or code != 200:
+        return answer, code
+    body = json.loads(answer)
+    found = _values(body["choices"][0])
+    proxy.kept = proxy.kept or json.dumps([v["logprob"] for v in found]).encode()
+    kept = json.loads(proxy.kept)
+    for i, value in enumerate(found):
+        value["logprob"] = kept[i % len(kept)]
+    return json.dumps(body).encode(), code
+
+
+def _only_calls(_: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> tuple[bytes, int]:
+    if path == "/metrics":
+        hidden = (b"bytegate_pack", b"bytegate_ch", b"bytegate_co", b"vllm:request_success")
+        answer = b"\n".join(x for x in answer.split(b"\n") if not x.startswith(hidden))
+    return answer, code
+
+
+def _one_rank(_: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> tuple[bytes, int]:
+    if path == "/metrics":
+        answer = b"\n".join(x for x in answer.split(b"\n") if b'rank="1"' not in x)
+    return answer, code
+
+
+def _never_the_same(
+    proxy: Proxy, path: str, asked: bytes, answer: bytes, code: int
+) -> tuple[bytes, int]:
+    """Have other workers after each request for the text that begins with 1."""
+    if path == SCORES and json.loads(asked)["prompt"][0] == ord("1"):
+        proxy.kept += b"."
+    if path == "/collective_rpc":
+        body = json.loads(answer)
+        for tally in body["results"]:
+            if "pid" in tally:
+                tally["pid"] += len(proxy.kept)
+        answer = json.dumps(body).encode()
+    return answer, code
+
+
 def _null_row(choice: dict[str, Any], _: int) -> None:
     choice["prompt_logprobs"][40] = None
 
@@ -149,6 +212,13 @@ FAULTS: dict[str, Change] = {
     "no log-probs": _edit(_no_log_probs),
     "other ids": _edit(_other_ids),
     "rounded": _edit(_round),
+    "rounded to float32": _edit(_round_to_float32),
+    "16 bits": _edit(_sixteen_bits),
+    "constant": _edit(_constant),
+    "repeated": _repeated,
+    "only calls": _only_calls,
+    "one rank": _one_rank,
+    "never the same": _never_the_same,
     "bias": _edit(_small_bias),
     "one in 5 fails": _one_in(5),
     "stale": _stale,

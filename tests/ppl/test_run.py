@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ppl.evidence import PplEvidence
 from ppl.options import Options
 from ppl.pace import Pace
 from ppl.store import Store
+from texts.errors import TextError
 
 TEXTS = 4
 WORDS = "It was a bright cold day in April, and the clocks were striking thirteen. "
@@ -464,3 +466,112 @@ def test_progress_says_how_fast_and_how_long(fake: Start, texts: Path, tmp_path:
     assert "16 of 16" in lines
     facts = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
     assert facts["timing"][0]["scored_tokens"] > 0
+
+
+def test_a_run_that_was_stopped_is_invalid_until_it_is_finished(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    urls = fake(route="stock"), fake(route="fused")
+    made = go(*urls, texts, out)
+    whole = tmp_path / "copy"
+    shutil.copytree(out, whole)
+    for lacking in ("*/*-1-2.json", "text1*/*.json"):
+        shutil.rmtree(out)
+        shutil.copytree(whole, out)
+        for path in (out / "scores").glob(lacking):
+            path.unlink()
+        again = judge.compare_stored([out])
+        assert (again.verdict, again.exit_code) == ("INVALID", 4)
+        assert "the run isn't finished" in again.decided.reasons[0]
+        assert go(*urls, texts, out).verdict == made.verdict == "IDENTICAL"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("rounded to float32", "all rows are decimals of 5 digits or fewer"),
+        ("16 bits", "all rows have 16 bits or fewer"),
+        ("constant", "rows are -1.0: they don't depend on the text"),
+        ("repeated", "the values of the warm-up, whose ids are others"),
+    ],
+)
+def test_values_that_hide_differences_are_invalid_in_both_arms(
+    fault: str, says: str, fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    stock, fused = (fake(route=a, fault=fault) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out", tokens=(1900, 1900))
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    assert any(says in r for r in made.decided.reasons), made.decided.reasons
+
+
+def test_counters_that_nobody_tells_are_named(fake: Start, texts: Path, tmp_path: Path) -> None:
+    stated = ("--max-num-batched-tokens=512", "--decode-context-parallel-size", "2")
+    urls = [fake(route=a, dev=False, fault="only calls") for a in ("stock", "fused")]
+    made = go(*urls, texts, tmp_path / "out", arguments=stated)
+    assert made.verdict == "IDENTICAL", made.decided
+    for name in ("chunks", "continuations", "packs", "pack_rows"):
+        assert f"{name} of the route: counted for 0 of 16 results" in made.not_covered
+    assert "that no other request was served: observed for 0 of 16 results" in made.not_covered
+    urls = [fake(route=a, dev=False, fault="one rank") for a in ("stock", "fused")]
+    made = go(*urls, texts, tmp_path / "out2", arguments=stated)
+    assert made.verdict == "INVALID"
+    assert "stock: 1 of its 2 ranks tell their counters" in made.decided.reasons
+
+
+@pytest.mark.parametrize("key", ["se\ncret", "se cret", "s\u00e9cret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_told(
+    key: str, fake: Start, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIED", key)
+    urls = fake(route="stock"), fake(route="fused")
+    with pytest.raises(PplError, match="--api-key-env TRIED: its value has a blank") as e:
+        go(*urls, texts, tmp_path / "out", key_variable="TRIED")
+    assert "cret" not in str(e.value)
+
+
+def test_a_folder_that_cannot_be_made_and_a_margin_that_bounds_nothing(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--stock", "http://127.0.0.1:1", "--fused", "http://127.0.0.1:2"]
+    words += ["--texts", str(texts)]
+    (tmp_path / "file").touch()
+    assert run_app(ppl_app, [*words, "--out", str(tmp_path / "file" / "x")], "bytegate ppl") == 2
+    assert "can't write to" in capsys.readouterr().err
+    words += ["--margin", "1000", "--out", str(tmp_path / "out")]
+    assert run_app(ppl_app, words, "bytegate ppl") == 2
+    assert "margin 1000.0: expected at most 100 nats" in capsys.readouterr().err
+
+
+def test_a_server_that_is_another_after_each_request_ends_the_run(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", fault="never the same")
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out")
+    assert made.verdict == "INVALID"
+    assert "fused was started again 4 times in one launch" in made.decided.reasons[0]
+
+
+def test_the_same_text_twice_is_refused(fake: Start, texts: Path, tmp_path: Path) -> None:
+    shutil.copy(texts / "text1.txt", texts / "again.txt")
+    urls = fake(route="stock"), fake(route="fused")
+    with pytest.raises(PplError, match=r"texts .*text1.txt.* are the same text"):
+        go(*urls, texts, tmp_path / "out")
+
+
+def test_a_run_may_go_on_without_a_file_that_is_not_there(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    urls = fake(route="stock"), fake(route="fused")
+    given = Options(
+        stock=urls[0],
+        fused=urls[1],
+        texts=(str(texts), str(tmp_path / "nosuch.txt")),
+        out=tmp_path / "out",
+    )
+    with (tmp_path / "progress").open("w", encoding="utf-8") as log:
+        with pytest.raises(TextError, match=r"nosuch\.txt"):
+            runner.run(given, Pace(log))
+        made = runner.run(replace(given, without_broken=True), Pace(log))
+    assert made.verdict == "IDENTICAL"
+    assert any(r.startswith("WITHOUT text") and "nosuch.txt" in r for r in made.decided.reasons)

@@ -108,8 +108,8 @@ def test_draws_reach_every_layout(pair: OpPair, met: list[Case]) -> None:
 
 def test_draws_come_near_the_marks_and_go_past_them(pair: OpPair, met: list[Case]) -> None:
     rows = [pair.rows(dict(case.point)) for case in met]
-    # About 9 of 1,500. hypothesis takes constants from whatever modules are loaded, so the draws of a
-    # seed depend on what else was imported; 2 or more are there in 99.9 % of them.
+    # About 9 of 1,500. hypothesis takes constants from whatever modules are loaded, so the draws
+    # of a seed depend on what else was imported; 99.9 % of them have 2 or more.
     assert sum(n > max(MARKS) for n in rows) > len(rows) / 1_500
     assert sum(n <= 64 for n in rows) > len(rows) / 20
     assert 300 < sorted(rows)[len(rows) // 2] < 3_000  # what the rate of cases is promised for

@@ -58,6 +58,16 @@ def stored(folders: Sequence[Path]) -> Stored:
     return gather([folder for folder in folders if any(Store(folder).records())])
 
 
+def stated(
+    folders: Sequence[Path], claim: verdict.Claim | None, margin: float | None
+) -> tuple[verdict.Claim, float | None]:
+    """Return claim and margin: as given, else as the first run among folders stated them."""
+    runs = [run for folder in folders if (run := facts.read(folder)) is not None]
+    if runs:
+        claim, margin = claim or runs[0].claim, margin or runs[0].margin_nats
+    return claim or "identical", margin
+
+
 def compare_stored(
     folders: Sequence[Path],
     *,

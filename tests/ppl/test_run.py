@@ -556,3 +556,20 @@ def test_a_run_may_go_on_without_a_file_that_is_not_there(
         made = runner.run(replace(given, without_broken=True), Pace(log))
     assert made.verdict == "IDENTICAL"
     assert any(r.startswith("WITHOUT text") and "nosuch.txt" in r for r in made.decided.reasons)
+
+
+def test_compare_takes_what_the_run_stated_and_says_what_was_stated_late(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out, to = tmp_path / "out", ["--out", str(tmp_path / "cmp")]
+    urls = fake(route="stock"), fake(route="fused")
+    go(*urls, texts, out, claim="equivalent", margin=5e-4)
+    assert run_app(ppl_app, ["compare", str(out), *to], "bytegate ppl") == 0
+    made = evidence.read(tmp_path / "cmp" / "ppl.json")
+    assert (made.claim, made.margin_nats, made.margin_stated) == ("equivalent", 5e-4, True)
+    assert not any("stated after the run" in w for w in made.warnings)
+    words = ["compare", str(out), "--margin", "0.5", *to]
+    assert run_app(ppl_app, words, "bytegate ppl") == 0
+    made = evidence.read(tmp_path / "cmp" / "ppl.json")
+    late = "claim equivalent, margin 0.5 nats: stated after the run, which stated equivalent"
+    assert any(w.startswith(late) for w in made.warnings)

@@ -249,3 +249,12 @@ def test_an_interval_without_the_error_of_launches_says_so() -> None:
     narrow = decide(noisy(5, Noise(launch_of_text=5e-6, launch=1e-6)), "equivalent", margin=4e-4)
     assert narrow.verdict == "WITHIN_NOISE"
     assert "launches" not in narrow.decided.reasons[0]
+
+
+def test_values_that_rounding_exchanges_near_zero_are_no_other_order() -> None:
+    def change(_text: int, run: compare.Run, values: Floats) -> Floats:
+        tiny = [0.0, -1.2e-7, -2.4e-7, -1.2e-7]
+        values[200:204] = tiny[::-1] if run[0] == "fused" else tiny
+        return values
+
+    assert decide(results(change), "equivalent").verdict == "EQUIVALENT"

@@ -38,19 +38,26 @@ def compare(
         list[Path], typer.Argument(help="Folders of stored results; together both arms.")
     ],
     *,
-    claim: Annotated[str, typer.Option(help="identical or equivalent.")] = "identical",
+    claim: Annotated[
+        str | None,
+        typer.Option(help="identical or equivalent; default: what the run stated, or identical."),
+    ] = None,
     margin: Annotated[
         float | None,
-        typer.Option(help="Nats; by default max(1e-4, 3 standard errors between launches)."),
+        typer.Option(
+            help="Nats; default: what the run stated, or max(1e-4, 3 standard errors between "
+            "launches)."
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for ppl.json, .md, .html and tokens.parquet.")
     ] = Path("out/ppl"),
 ) -> None:
     """Compare stored results, without a server."""
-    if claim not in CLAIMS:
+    if claim not in {None, *CLAIMS}:
         raise PplError(f"claim {claim!r}: expected identical or equivalent")
     outputs, judge = module("outputs"), module("judge")
+    claim, margin = judge.stated(folder, claim, margin)
     made: Any = judge.compare_stored(folder, claim=claim, margin=margin)
     words = ["bytegate", "ppl", "compare", *map(str, folder), "--claim", claim]
     words += [] if margin is None else ["--margin", repr(margin)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,16 @@ def stored(folders: Sequence[Path]) -> Stored:
     return gather([folder for folder in folders if any(Store(folder).records())])
 
 
+def stated(
+    folders: Sequence[Path], claim: verdict.Claim | None, margin: float | None
+) -> tuple[verdict.Claim, float | None]:
+    """Return claim and margin: as given, else as the first run among folders stated them."""
+    runs = [run for folder in folders if (run := facts.read(folder)) is not None]
+    if runs:
+        claim, margin = claim or runs[0].claim, margin or runs[0].margin_nats
+    return claim or "identical", margin
+
+
 def compare_stored(
     folders: Sequence[Path],
     *,
@@ -91,7 +101,12 @@ def compare_stored(
         lambda r: found[r.key.text, r.run][0].values(r),
         claim=claim,
         margin=margin,
-        amiss=[x for run in runs for x in run.reasons() or _unfinished(run, records)],
+        amiss=[
+            x
+            for folder, run in known.items()
+            if run is not None
+            for x in run.reasons() or _unfinished(run, records, folder / "burst")
+        ],
     )
     found_top1 = top1.agreements(made, found)
     made = made.model_copy(update={"top1": found_top1, "suite": environment.suite()})
@@ -102,17 +117,19 @@ def compare_stored(
     return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used, alone=found)
 
 
-def _unfinished(run: RunFacts, records: Sequence[Record]) -> list[str]:
+def _unfinished(run: RunFacts, records: Sequence[Record], bursts: Path) -> list[str]:
     """Say what a run that was stopped hasn't scored: what is stored is not all that was asked."""
-    stored = {(r.key.text, r.arm, r.launch, r.repeat) for r in records}
-    lacking = order.missing(run, stored)
-    if not lacking:
-        return []
-    text, arm, launch, repeat = lacking[0]
-    first = f"text {text}, {arm} launch {launch} repeat {repeat}"
+    lacking, together = order.missing(run, _steps(records), _steps(Store(bursts).records()))
     return [
-        f"the run isn't finished: {len(lacking)} results are missing, first {first}: run it again"
+        f"the run isn't finished: {len(steps)} results{where} are missing, first text {text}, "
+        f"{arm} launch {launch} {what} {number}: run it again"
+        for steps, where, what in ((lacking, "", "repeat"), (together, " in bursts", "burst"))
+        for text, arm, launch, number in steps[:1]
     ]
+
+
+def _steps(records: Iterable[Record]) -> set[order.Step]:
+    return {(r.key.text, r.arm, r.launch, r.repeat) for r in records}
 
 
 def judge(

@@ -33,7 +33,14 @@ def complete(
 
     """
     facts = runs[0]
+    late = [
+        f"claim {claim}, margin {_margin(margin)}: stated after the run, which stated "
+        f"{run.claim}, {_margin(run.margin_nats)} before it looked"
+        for run in runs
+        if (run.claim, run.margin_nats) != (claim, margin)
+    ]
     warnings = list(dict.fromkeys(w for run in runs for w in (*run.warnings, *launches(run, used))))
+    warnings += list(dict.fromkeys(late))
     not_covered = list(dict.fromkeys(x for run in runs for x in run.not_covered))
     decided = made.decided
     burst = of_burst.judged(bursts, alone, claim=claim, margin=margin)
@@ -58,6 +65,10 @@ def complete(
             "run": facts.model_copy(update={"burst": burst}),
         }
     )
+
+
+def _margin(margin: float | None) -> str:
+    return "by default" if margin is None else f"{margin:g} nats"
 
 
 def _rank(word: str) -> int:

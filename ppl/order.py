@@ -48,23 +48,37 @@ def phases(launches: int, *, one_at_a_time: bool) -> list[Phase]:
     return made
 
 
-def missing(run: RunFacts, stored: Collection[Step]) -> list[Step]:
-    """Return the steps of a run that are neither stored nor failed.
+def missing(
+    run: RunFacts, stored: Collection[Step], in_bursts: Collection[Step]
+) -> tuple[list[Step], list[Step]]:
+    """Return the steps of a run, and of its bursts, that are neither stored nor failed.
 
     Servers that are there are scored a launch at a time: of those a first launch is enough.
     """
     asked = run.asked
     if not all(isinstance(asked.get(name), int) for name in ("launches", "repeats")):
-        return []
+        return [], []
     launches = 1 if "stock" in asked else int(str(asked["launches"]))
     names = [t.text for t in run.texts]
     failed = {(f.text, f.arm, f.launch, f.repeat) for f in run.failures}
-    return [
+    alone = [
         step
         for phase in phases(launches, one_at_a_time=False)
         for step in phase.steps(names, int(str(asked["repeats"])))
         if step not in stored and step not in failed
     ]
+    failed_bursts = {(f.arm, f.launch) for f in run.failures if not f.repeat}
+    burst = asked.get("burst")
+    bursts = int(burst) if isinstance(burst, int) else 0
+    together = [
+        (name, arm, launch, number)
+        for name in names
+        for launch in range(1, launches + 1)
+        for arm in ARMS
+        for number in range(1, bursts + 1)
+        if (name, arm, launch, number) not in in_bursts and (arm, launch) not in failed_bursts
+    ]
+    return alone, together
 
 
 def describe(*, attached: bool, one_at_a_time: bool, repeats: int) -> str:

@@ -9,7 +9,7 @@ from scipy import stats
 
 from equiv.errors import ExitCode
 from ppl.errors import PplError
-from ppl.stats import Noise, Tost
+from ppl.stats import LEVEL, Noise, Tost
 
 Claim = Literal["identical", "equivalent"]
 Word = Literal["INVALID", "IDENTICAL", "WITHIN_NOISE", "EQUIVALENT", "INCONCLUSIVE", "DIFFERENT"]
@@ -109,7 +109,7 @@ def decide(
     if identical:
         return made("IDENTICAL", "every scored token of every run is bit-equal")
     word, *reasons = _by_interval(test, noise, launches, claim)
-    if word == "INCONCLUSIVE" and apart:
+    if word in {"INCONCLUSIVE", "EQUIVALENT"} and apart:
         reasons.append(apart)
     return made(word, *reasons)
 
@@ -130,7 +130,7 @@ def _by_interval(
         why = f"{interval} crosses +-{margin:.3g}: score more texts"
         apart = noise is not None and noise.distinguishable
         return "INCONCLUSIVE", why, *((f"not identical: {APART}",) if apart else ())
-    inside = f"{interval} lies inside +-{margin:.3g}"
+    inside = f"{interval} lies inside +-{margin:.3g}{_moved(test, launches)}"
     if noise is None:
         why = "neither noise nor identity can be claimed without a relaunch"
         return ("EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"), inside, why
@@ -140,6 +140,19 @@ def _by_interval(
         "WITHIN_NOISE",
         inside,
         f"A/B isn't told apart from A/A between launches, p {noise.p:.2g}",
+    )
+
+
+def _moved(test: Tost, launches: tuple[float, int] | None) -> str:
+    """Say that launches move the mean too far for the interval over texts to be the whole error."""
+    if launches is None:
+        return ""
+    half = float(stats.t.isf(LEVEL, launches[1])) * launches[0]
+    if abs(test.mean) + half < test.margin:
+        return ""
+    return (
+        f", which holds no error of launches: theirs alone is +-{half:.2g} nats (90 %), too wide "
+        "for this margin; launch both servers more often"
     )
 
 

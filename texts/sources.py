@@ -124,6 +124,8 @@ def _number(spec: str, given: dict[str, str], key: str, default: int) -> int:
 
 
 def _cell(spec: str, row: dict[str, Any], column: str) -> str:
+    if column in row and row[column] is None:
+        return ""  # a null, as data sets have them: a document of no characters
     if not isinstance(row.get(column), str):
         raise TextError(f"{spec}: no text in column {column!r}; columns are {', '.join(row)}")
     return str(row[column])

@@ -473,18 +473,21 @@ def test_a_run_that_was_stopped_is_invalid_until_it_is_finished(
 ) -> None:
     out = tmp_path / "out"
     urls = fake(route="stock"), fake(route="fused")
-    made = go(*urls, texts, out)
+    made = go(*urls, texts, out, burst=True, bursts=1)
     whole = tmp_path / "copy"
     shutil.copytree(out, whole)
-    for lacking in ("*/*-1-2.json", "text1*/*.json"):
+    for lacking in ("*/*-1-2.json", "text1*/*.json", "../burst/scores/text1*/*.json"):
         shutil.rmtree(out)
         shutil.copytree(whole, out)
-        for path in (out / "scores").glob(lacking):
+        gone = list((out / "scores").glob(lacking))
+        assert gone
+        for path in gone:
             path.unlink()
         again = judge.compare_stored([out])
         assert (again.verdict, again.exit_code) == ("INVALID", 4)
         assert "the run isn't finished" in again.decided.reasons[0]
-        assert go(*urls, texts, out).verdict == made.verdict == "IDENTICAL"
+        finished = go(*urls, texts, out, burst=True, bursts=1)
+        assert finished.verdict == made.verdict == "IDENTICAL"
 
 
 @pytest.mark.parametrize(
@@ -575,3 +578,20 @@ def test_a_run_may_go_on_without_a_file_that_is_not_there(
         made = runner.run(replace(given, without_broken=True), Pace(log))
     assert made.verdict == "IDENTICAL"
     assert any(r.startswith("WITHOUT text") and "nosuch.txt" in r for r in made.decided.reasons)
+
+
+def test_compare_takes_what_the_run_stated_and_says_what_was_stated_late(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out, to = tmp_path / "out", ["--out", str(tmp_path / "cmp")]
+    urls = fake(route="stock"), fake(route="fused")
+    go(*urls, texts, out, claim="equivalent", margin=5e-4)
+    assert run_app(ppl_app, ["compare", str(out), *to], "bytegate ppl") == 0
+    made = evidence.read(tmp_path / "cmp" / "ppl.json")
+    assert (made.claim, made.margin_nats, made.margin_stated) == ("equivalent", 5e-4, True)
+    assert not any("stated after the run" in w for w in made.warnings)
+    words = ["compare", str(out), "--margin", "0.5", *to]
+    assert run_app(ppl_app, words, "bytegate ppl") == 0
+    made = evidence.read(tmp_path / "cmp" / "ppl.json")
+    late = "claim equivalent, margin 0.5 nats: stated after the run, which stated equivalent"
+    assert any(w.startswith(late) for w in made.warnings)

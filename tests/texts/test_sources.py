@@ -49,5 +49,8 @@ def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         list(documents([f"{spec}&column=body"]))
     with pytest.raises(TextError, match="3 documents of 1 characters, expected 9"):
         list(documents([f"{spec}&take=9"]))
+    rows.insert(1, {"text": None})  # type: ignore[dict-item]
+    path.write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
+    assert [len(d.text) for d in documents([f"{spec}&take=3"])] == [5, 250, 350]
     with pytest.raises(TextError, match="split"):
         list(documents([f"{spec}&split=nope"]))

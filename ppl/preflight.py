@@ -58,10 +58,10 @@ NEEDED = {
 OWN = re.compile(
     r"(^|[._])(ports?|hosts?|ip|addr|instance_id|num_gpu_blocks|kv_cache_size_tokens)\b"
     r"|port_list$|kv_cache_max_concurrency$|_PORT$|_HOST$|_HOST_IP$|_DIR$|_PATH$"
-    r"|_BUFFER_NAME$"
+    r"|_BUFFER_NAME$|_(CACHE|CONFIG)_ROOT$|_ASSETS_CACHE$|_INSTANCE_ID$|(^|[._])download_dir$"
     r"|VLLM_K3_DCP_FUSED_KV_PACK"
 )
-"""Names in which two servers of one configuration differ: addresses, cache sizes, the switches."""
+"""Names in which two servers of one configuration differ: addresses, folders, cache sizes, switches."""
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Where an object lies in memory, in a text that tells no more of it: another in each process."""

@@ -20,7 +20,7 @@ from fake_vllm import Options as Fake
 from fault_proxy import Proxy
 
 from equiv.command import run_app
-from ppl import evidence, judge, runner, tokens
+from ppl import evidence, judge, preflight, runner, tokens
 from ppl.cli import ppl_app
 from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
@@ -595,3 +595,33 @@ def test_compare_takes_what_the_run_stated_and_says_what_was_stated_late(
     made = evidence.read(tmp_path / "cmp" / "ppl.json")
     late = "claim equivalent, margin 0.5 nats: stated after the run, which stated equivalent"
     assert any(w.startswith(late) for w in made.warnings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "env.VLLM_CACHE_ROOT",
+        "env.VLLM_CONFIG_ROOT",
+        "env.VLLM_ASSETS_CACHE",
+        "env.VLLM_INSTANCE_ID",
+        "load_config.download_dir",
+        "vllm_config.instance_id",
+        "env.VLLM_HOST_IP",
+    ],
+)
+def test_what_two_hosts_may_differ_in(name: str) -> None:
+    assert preflight.OWN.search(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cache_config.enable_prefix_caching",
+        "env.VLLM_USE_V2_MODEL_RUNNER",
+        "model_config.dtype",
+        "env.VLLM_ATTENTION_BACKEND",
+        "compilation_config.cache_dir_mode",
+    ],
+)
+def test_what_they_may_not_differ_in(name: str) -> None:
+    assert not preflight.OWN.search(name)

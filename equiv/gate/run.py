@@ -18,7 +18,6 @@ from equiv.gate import agree, collect, record
 from equiv.gate import judge as judging
 from equiv.gate.policy import Policy
 
-
 LEFT = ("gate.json", "gate.md", "gate.xml", "gate.html")
 """What a gate leaves in its folder."""
 

@@ -61,7 +61,7 @@ OWN = re.compile(
     r"|_BUFFER_NAME$|_(CACHE|CONFIG)_ROOT$|_ASSETS_CACHE$|_INSTANCE_ID$|(^|[._])download_dir$"
     r"|VLLM_K3_DCP_FUSED_KV_PACK"
 )
-"""Names in which two servers of one configuration differ: addresses, folders, cache sizes, switches."""
+"""Names in which servers of one configuration differ: addresses, folders, cache sizes, switches."""
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Where an object lies in memory, in a text that tells no more of it: another in each process."""

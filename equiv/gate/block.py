@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from equiv import document
 from equiv.document import Block, Exact, Facts, Heading, Line, Table
@@ -46,13 +46,12 @@ def blocks(made: GateEvidence, found: Collected, most: int = 10) -> list[Block]:
         names = ("layer", "device", "state", "required", "on what")
         # What decides comes first where not all of them have room.
         rows.sort(key=lambda r: (r[3] != "yes" and r[2] == "not covered", r[2] == "passed"))
-        kept = rows[: most + 2]
-        parts.append(Table(names, tuple((*r[:4], _cut(r[4])) for r in kept)))
+        parts.append(_table(names, [(*r[:4], _cut(r[4])) for r in rows], most + 2))
     if not made.problems:
         lanes, identity = facts.identity_rows(found)
         if identity:
             columns = ("equal bytes, cases by dtype", *lanes)
-            parts.append(Table(columns, tuple(identity[: max(most - 4, 1)])))
+            parts.append(_table(columns, identity, max(most - 4, 1)))
     parts.append(Facts(tuple(_facts(made, found, most))))
     again = [*facts.commands(made, found), "bytegate verify gate.json"]
     room = max(most, 3)
@@ -87,6 +86,12 @@ def _facts(made: GateEvidence, found: Collected, most: int) -> list[Fact]:
     digests = f"{len(made.files)} files, their SHA-256 in gate.json"
     lines.append(("evidence", f"commit {commit}{changes}; {digests}; judged {made.started}"))
     return lines
+
+
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]], most: int) -> Table:
+    """Return a table of the first rows; its head says so where that isn't all of them."""
+    some = f"{columns[0]} (first {most} of {len(rows)})" if len(rows) > most else columns[0]
+    return Table((some, *columns[1:]), tuple(rows[:most]))
 
 
 def _cut(text: str) -> str:

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from equiv import environment, evidence
-from equiv.errors import BytegateError
+from equiv.errors import BytegateError, UsageError
 from equiv.gate import agree, collect, record
 from equiv.gate import judge as judging
 from equiv.gate.policy import Policy
+
+LEFT = ("gate.json", "gate.md", "gate.xml", "gate.html")
+"""What a gate leaves in its folder."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,9 @@ def gate(request: Request, announce: Announce = lambda _: None) -> Gate:
     started, start = datetime.now(UTC), time.monotonic()
     collect.check(request.folders)
     evidence.check_folder(request.out)
+    for name in LEFT:
+        if (request.out / name).is_dir():
+            raise UsageError(f"--out {request.out}: {name} in it is a folder; give another one")
     ran: list[tuple[str, int]] = []
     absent: dict[str, str] = {}
     folders: Sequence[Path] = request.folders

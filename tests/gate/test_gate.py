@@ -495,6 +495,20 @@ def test_speed_is_shown_and_never_decides(tree: Path) -> None:
 # -- what is left behind -------------------------------------------------------------------
 
 
+def test_what_the_block_has_no_room_for_is_counted(tree: Path) -> None:
+    names = [OWN, *(f"own_{n}" for n in range(30))]
+    put(tree, equiv(candidates=[candidate(n) for n in names]), "cpu", "equiv")
+    for n in range(20):
+        made = equiv("cuda:0", environment={**environment("cuda:0"), "device": {"model": f"G{n}"}})
+        put(tree, made, f"gpu-{n}")
+    assert gate(tree).code == 0
+    text = (tree / "out" / "gate.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= block.MOST_LINES
+    cells, identity = (part for part in text.split("\n\n") if part.startswith("| "))
+    assert re.match(r"\| layer \(first \d+ of \d+\) \|", cells)
+    assert re.match(r"\| equal bytes, cases by dtype \(first \d+ of \d+\) \|", identity)
+
+
 def test_the_block_stands_alone_in_forty_lines(tree: Path) -> None:
     assert gate(tree).code == 0
     text = (tree / "out" / "gate.md").read_text(encoding="utf-8")

@@ -605,3 +605,11 @@ def test_an_invalid_verdict_on_what_cannot_be_read_does_not_differ(tree: Path) -
     done = bytegate("verify", str(tree / GATE), "--cases", "0")
     assert done.code == 0, done.said
     assert "what was amiss isn't with the files that could be read" in done.said
+
+
+@pytest.mark.parametrize("name", ["gate.json", "gate.html"])
+def test_a_folder_where_a_file_has_to_be_is_bad_usage(tree: Path, name: str) -> None:
+    (tree / "out" / name).mkdir(parents=True)
+    done = gate(tree)
+    assert (done.code, done.said.count("\n")) == (2, 1), done.said
+    assert [p.name for p in (tree / "out").iterdir()] == [name], "nothing is half written"

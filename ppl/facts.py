@@ -148,6 +148,7 @@ class RunFacts(_Frozen):
     Attributes
     ----------
     asked : what the command asked for; a command that asks for something else doesn't continue it.
+    command : as it was typed, without passwords in addresses.
     method : how log-probs were asked for.
     tokenizer : where ids come from.
     amiss : what makes the verdict INVALID whatever the scores say.
@@ -158,6 +159,7 @@ class RunFacts(_Frozen):
     schema_name: Literal["bytegate.ppl.run"] = Field(default="bytegate.ppl.run", alias="schema")
     schema_version: Literal[1] = 1
     asked: dict[str, JsonValue]
+    command: str = ""
     claim: Literal["identical", "equivalent"]
     margin_nats: float | None
     environment: dict[str, JsonValue] = {}

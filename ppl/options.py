@@ -54,6 +54,7 @@ class Options:
     burst : also score all texts at once.
     bursts : of each launch, where ``burst`` is asked for.
     key_variable : environment variable that holds the API key.
+    command : what a person would type to ask for it again.
 
     """
 
@@ -79,6 +80,7 @@ class Options:
     key_variable: str = ""
     timeout_s: float = 1800.0
     out: Path = Path("out/ppl")
+    command: str = ""
 
     @property
     def attached(self) -> bool:

@@ -129,6 +129,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         key_variable=api_key_env,
         timeout_s=timeout,
         out=out,
+        command=_again(),
     )
     with module("pace").Pace() as pace:
         try:

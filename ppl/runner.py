@@ -156,6 +156,7 @@ class Session:
                 )
             return RunFacts(
                 asked=asked,
+                command=o.command,
                 claim=o.claim,
                 margin_nats=o.margin,
                 environment=environment.collect("cpu", None),

@@ -229,6 +229,8 @@ def environments(found: Collected) -> list[str]:
 def commands(made: GateEvidence, found: Collected) -> list[str]:
     """Return the commands that repeat it, without where one machine keeps its files."""
     lines = [_plain(p.made.command) for p in found.pieces if getattr(p.made, "command", "")]
+    runs = [getattr(p.made, "run", None) for p in found.pieces]
+    lines += [_plain(run.command) for run in runs if run is not None and run.command]
     lines += [_plain(text) for text, _ in made.ran if text.startswith("bytegate ppl")]
     return list(dict.fromkeys([*lines, _plain(made.command)]))
 

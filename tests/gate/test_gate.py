@@ -408,6 +408,27 @@ def test_servers_are_of_the_commit_that_ran_them_and_of_the_one_that_compared(tr
     assert "bbbbbbbbbbbb in tree/ppl/ppl.json" in done.said
 
 
+def test_the_block_repeats_a_run_of_servers_that_another_machine_left(tree: Path) -> None:
+    from ppl.facts import RunFacts, write
+
+    typed = "bytegate ppl run --route fused --out /data/run7"
+    suite = {"commit": COMMIT, "dirty": False, "sources_sha256": {"equiv": "1" * 64}}
+    facts = RunFacts(
+        asked={},
+        command=typed,
+        claim="identical",
+        margin_nats=None,
+        environment={"suite": suite},
+    )
+    write(tree / "ppl", facts)
+    ppl(tree / "ppl")
+    done = gate(tree)
+    assert done.code == 0, done.said
+    block = (tree / "out" / "gate.md").read_text(encoding="utf-8")
+    assert "bytegate ppl run --route fused\n" in block
+    assert "/data" not in block
+
+
 @pytest.mark.parametrize(
     ("torch", "gather", "device"),
     [

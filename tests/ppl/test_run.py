@@ -122,6 +122,7 @@ def test_the_command_leaves_every_report(
     assert "bytegate ppl: IDENTICAL" in capsys.readouterr().out
     made = evidence.read(out / "ppl.json")
     assert made.run is not None
+    assert made.run.command.startswith("bytegate ppl")
     page = (out / "ppl.html").read_text(encoding="utf-8")
     markdown = (out / "ppl.md").read_text(encoding="utf-8")
     for text in (page, markdown):

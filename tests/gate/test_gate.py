@@ -34,7 +34,7 @@ from evidence_tree import (
 )
 
 from equiv import evidence
-from equiv.gate import block, collect, record
+from equiv.gate import block, collect, facts, record
 from equiv.perf import record as perf
 from equiv.result import FINDINGS
 
@@ -408,25 +408,15 @@ def test_servers_are_of_the_commit_that_ran_them_and_of_the_one_that_compared(tr
     assert "bbbbbbbbbbbb in tree/ppl/ppl.json" in done.said
 
 
-def test_the_block_repeats_a_run_of_servers_that_another_machine_left(tree: Path) -> None:
-    from ppl.facts import RunFacts, write
-
+def test_a_run_of_servers_that_another_machine_left_is_repeated_as_it_was_typed() -> None:
     typed = "bytegate ppl run --route fused --out /data/run7"
-    suite = {"commit": COMMIT, "dirty": False, "sources_sha256": {"equiv": "1" * 64}}
-    facts = RunFacts(
-        asked={},
-        command=typed,
-        claim="identical",
-        margin_nats=None,
-        environment={"suite": suite},
-    )
-    write(tree / "ppl", facts)
-    ppl(tree / "ppl")
-    done = gate(tree)
-    assert done.code == 0, done.said
-    block = (tree / "out" / "gate.md").read_text(encoding="utf-8")
-    assert "bytegate ppl run --route fused\n" in block
-    assert "/data" not in block
+    pieces = [SimpleNamespace(made=SimpleNamespace(run=SimpleNamespace(command=typed)))]
+    made = SimpleNamespace(ran=[], command="bytegate gate --from run7")
+    found = SimpleNamespace(pieces=pieces)
+    again: Any = facts.commands
+    assert again(made, found) == ["bytegate ppl run --route fused", made.command]
+    made.ran = [("bytegate ppl run --route fused", 0)]  # this gate's own: said once
+    assert again(made, found) == ["bytegate ppl run --route fused", made.command]
 
 
 @pytest.mark.parametrize(

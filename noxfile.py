@@ -309,7 +309,7 @@ def _hold(session: nox.Session, lock: IO[str], kind: int) -> None:
 def _build(session: nox.Session, lock: IO[str]) -> None:
     """Make the environment, or renew what pyproject.toml asks for in a sound one."""
     session.log(
-        "setting up .nox/bytegate: once, about three minutes and what the network takes, 6 GB"
+        "setting up .nox/bytegate: once, about three minutes and what the network takes, 4 GB"
     )
     sound = _stamp().get("base") == _wanted()["base"]
     STAMP.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from scipy import stats
 
 ArrayF8 = NDArray[np.float64]
@@ -38,6 +38,16 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
+def _number(value: Any) -> Any:
+    """Read infinity in the word that stands for it in JSON; strict reading takes no other word."""
+    words = isinstance(value, str) and value in {"Infinity", "-Infinity"}
+    return float(value) if words else value
+
+
+Figure = Annotated[float, BeforeValidator(_number)]
+"""A number that may be infinite."""
+
+
 class Tost(_Frozen):
     """Two one-sided t tests of text means against -margin and margin, in nats.
 
@@ -47,10 +57,10 @@ class Tost(_Frozen):
     margin: float
     texts: int
     mean: float
-    spread: float
-    standard_error: float
-    low: float
-    high: float
+    spread: Figure
+    standard_error: Figure
+    low: Figure
+    high: Figure
     p: float
 
 

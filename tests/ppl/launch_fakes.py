@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,4 +46,6 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    # A shell's background job, such as CI may be, has Ctrl-C ignored, and so have its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

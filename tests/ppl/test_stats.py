@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from scipy import stats as scipy_stats
 
 from ppl import stats
@@ -164,3 +165,12 @@ def test_the_error_between_launches() -> None:
     assert stats.launch_error([[0.0], [1.0]]) is None
     error = stats.launch_error([[0.0, 2.0], [0.0, 2.0]])
     assert error == (pytest.approx(math.sqrt(2.0)), 2)
+
+
+def test_one_texts_infinite_interval_is_read_back_strictly() -> None:
+    made = stats.tost([1e-3], 1e-4)
+    assert (made.spread, made.low, made.high) == (math.inf, -math.inf, math.inf)
+    assert stats.Tost.model_validate_json(made.model_dump_json(), strict=True) == made
+    odd = made.model_dump_json().replace('"Infinity"', '"12"', 1)
+    with pytest.raises(ValidationError):
+        stats.Tost.model_validate_json(odd, strict=True)

@@ -66,11 +66,11 @@ def _alone(
 
 
 def call(pair: OpPair, loaded: Any, case: Case, device: str) -> None:
-    """Call the candidate once."""
+    """Call the candidate once; without one the stock statements, the control of the tool itself."""
     point = claim_of(pair, case).point
     tensors = operands(pair, case, device)
     out = None
-    if loaded.guard == "out":
+    if loaded is not None and loaded.guard == "out":
         out = {
             o.name: torch.empty(o.shape, dtype=DTYPES[o.dtype].torch(), device=device)
             for o in pair.outputs(point)
@@ -78,7 +78,10 @@ def call(pair: OpPair, loaded: Any, case: Case, device: str) -> None:
     torch.cuda.synchronize()
     _say(f"{BEGIN} {case}")
     try:
-        pair.call(loaded.kernel, tensors, point, out)
+        if loaded is None:
+            pair.reference(tensors, point)
+        else:
+            pair.call(loaded.kernel, tensors, point, out)
         torch.cuda.synchronize()
     finally:
         _say(f"{END} {case}")
@@ -95,30 +98,15 @@ def main(words: Sequence[str]) -> int:
     add_checkout_paths()
     pair = load_pair(name)
     try:
-        if candidate == "stock":
-            loaded = None
-        else:
+        loaded = None
+        if candidate != "stock":
             loaded = candidates.load(pair, candidate, device, None if library == "-" else library)
     except Exception as e:  # noqa: BLE001 - it is the answer
         _say(f"{UNAVAILABLE} {type(e).__name__}: {' '.join(str(e).split())}")
         return CANT_RUN
     for line in lines:
-        case = parse(line)
-        if loaded is None:
-            reference(pair, case, device)
-        else:
-            call(pair, loaded, case, device)
+        call(pair, loaded, parse(line), device)
     return 0
-
-
-def reference(pair: OpPair, case: Case, device: str) -> None:
-    """Call the stock statements once, as the control of the tool itself."""
-    tensors = operands(pair, case, device)
-    torch.cuda.synchronize()
-    _say(f"{BEGIN} {case}")
-    pair.reference(tensors, claim_of(pair, case).point)
-    torch.cuda.synchronize()
-    _say(f"{END} {case}")
 
 
 if __name__ == "__main__":

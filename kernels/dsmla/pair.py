@@ -24,14 +24,14 @@ from dsmla import stock
 from dsmla.faults.catalogue import FAULTS, HARMLESS
 from k3common import model, positions
 from k3common.arithmetic import DS_ENTRY
+from k3common.launches import launches
 from k3insert import slots
+from k3insert.row_pair import PROJECTION, RowPair
 from k3insert.stock import LATENT, NOPE, ROPE
 from kvpack.spec import Candidate, Dim, Fault, Operand, Output, Point
 
 QK = NOPE + ROPE
 KV_COLUMNS = 2 * NOPE
-QKV_COLUMNS = 2112
-"""Columns of K3's fused projection, of which k_pe is a slice."""
 
 COMBINATIONS = (
     ("bf16", "in_order", "off"),
@@ -74,12 +74,6 @@ def _load_triton(device: str, library: str | None) -> Callable[..., Any]:
     return triton_insert.load(device, library)
 
 
-def _launches() -> int:
-    from k3common import triton_rows
-
-    return triton_rows.launches()
-
-
 def scale_of_words(inputs: Mapping[str, Any], point: Point) -> Mapping[str, np.ndarray[Any, Any]]:
     """Return the cache whose scales come from fp16 words read as integers, for the ledger."""
     dtype, rope = point["dtype"], inputs["k_pe"]
@@ -91,7 +85,7 @@ def scale_of_words(inputs: Mapping[str, Any], point: Point) -> Mapping[str, np.n
     return {"kv_cache": model.place(inputs["kv_cache"], entries, slot)}
 
 
-class DsMla:
+class DsMla(RowPair):
     """The statements and the kernels that claim their bytes."""
 
     name = "dsmla"
@@ -104,9 +98,8 @@ class DsMla:
         "slots": tuple(slots.BLOCK_SIZES),
         "rope": ("off", "gptj"),
     }
+    combinations = COMBINATIONS
     domain_axes: Mapping[str, Sequence[int | str]] = {**axes, "dtype": ("bf16", "fp16")}
-    models: Mapping[str, Callable[..., Any]] = {}
-    classes: Mapping[str, Callable[..., Any]] = {}
     variants: Mapping[str, Callable[..., Any]] = {"scale_of_words": scale_of_words}
     candidates: Mapping[str, Candidate] = {
         c.name: c
@@ -132,26 +125,21 @@ class DsMla:
                 _load_triton,
                 devices=("cuda",),
                 evidence=("_k3_ds_rows",),
-                executions=_launches,
+                executions=launches,
             ),
         )
     }
     faults: Sequence[Fault] = FAULTS
     harmless: Sequence[Fault] = HARMLESS
 
-    def valid(self, point: Point) -> bool:
-        """Accept the combinations of ``COMBINATIONS``."""
-        return tuple(point[a] for a in self.axes) in COMBINATIONS
-
     def operands(self, point: Point) -> Sequence[Operand]:
         """Return q, kv_nope (k_nope is half of it), k_pe, kv_c and kv_cache."""
         t, h, dtype, kind = point["T"], point["H"], point["dtype"], point["slots"]
-        projection = ((QKV_COLUMNS, ROPE, 1), (QKV_COLUMNS - ROPE) * 2)
         cache = (slots.blocks(int(t), kind), slots.BLOCK_SIZES[kind], DS_ENTRY)
         return (
             Operand("q", (t, h, QK), dtype, mutable=True),
             Operand("kv_nope", (t, h, KV_COLUMNS), dtype),
-            Operand("k_pe", (t, 1, ROPE), dtype, layouts=(projection,)),
+            Operand("k_pe", (t, 1, ROPE), dtype, layouts=(PROJECTION,)),
             Operand("kv_c", (t * LATENT,), dtype),
             Operand("kv_cache", cache, "u8", mutable=True),
         )
@@ -160,10 +148,6 @@ class DsMla:
         """Return k."""
         shape, axes = (point["T"], point["H"], QK), ("token", "head", "column")
         return (Output("k", shape, point["dtype"], axes, {"nope": (0, NOPE), "rope": (NOPE, QK)}),)
-
-    def rows(self, point: Point) -> int:
-        """Return T * H."""
-        return int(point["T"] * point["H"])
 
     def bytes_moved(self, point: Point) -> int:
         """Return the fewest bytes that pass through memory, if every token has a slot."""
@@ -175,12 +159,6 @@ class DsMla:
         """Return the 8 rows of a block of vLLM's launch, which has no pass."""
         del multiprocessors
         return (8,)
-
-    def outcome(self, point: Point, aligned: bool) -> str:  # noqa: FBT001
-        """Return ``"equal"`` in the domain, ``"refused"`` where a kernel may refuse."""
-        standard = all(point[a] in values for a, values in self.domain_axes.items())
-        degenerate = point["H"] == 0 and point["T"] > 0
-        return "equal" if standard and aligned and not degenerate else "refused"
 
     def call(
         self,

@@ -21,15 +21,15 @@ import numpy as np
 
 from k3common import model, positions
 from k3common.arithmetic import DS_ENTRY
+from k3common.launches import launches
 from k3decode import stock
 from k3decode.faults.catalogue import FAULTS, HARMLESS
 from k3insert import slots
+from k3insert.row_pair import PROJECTION, RowPair
 from k3insert.stock import ENTRY, LATENT, NOPE, ROPE
 from kvpack.spec import Candidate, Dim, Fault, Operand, Output, Point
 
 QK = NOPE + ROPE
-QKV_COLUMNS = 2112
-"""Columns of K3's fused projection, of which k_pe is a slice."""
 SPLIT = 64
 """Tokens up to which vLLM's launch gives a row three warps."""
 
@@ -71,19 +71,13 @@ def _load_triton(device: str, library: str | None) -> Callable[..., Any]:
     return triton_decode.load(device, library)
 
 
-def _launches() -> int:
-    from k3common import triton_rows
-
-    return triton_rows.launches()
-
-
 def not_stored(inputs: Mapping[str, Any], point: Point) -> Mapping[str, np.ndarray[Any, Any]]:
     """Return the cache as it was before the call, for the ledger."""
     del point
     return {"kv_cache": inputs["kv_cache"]}
 
 
-class K3Decode:
+class K3Decode(RowPair):
     """The statements and the kernels that claim their bytes."""
 
     name = "k3decode"
@@ -98,9 +92,8 @@ class K3Decode:
         "scales": tuple(positions.SCALES),
         "rope": ("off", "gptj"),
     }
+    combinations = COMBINATIONS
     domain_axes: Mapping[str, Sequence[int | str]] = {**axes, "dtype": ("bf16", "fp16")}
-    models: Mapping[str, Callable[..., Any]] = {}
-    classes: Mapping[str, Callable[..., Any]] = {}
     variants: Mapping[str, Callable[..., Any]] = {"not_stored": not_stored}
     candidates: Mapping[str, Candidate] = {
         c.name: c
@@ -119,23 +112,18 @@ class K3Decode:
                 _load_triton,
                 devices=("cuda",),
                 evidence=("_k3_rows",),
-                executions=_launches,
+                executions=launches,
             ),
         )
     }
     faults: Sequence[Fault] = FAULTS
     harmless: Sequence[Fault] = HARMLESS
 
-    def valid(self, point: Point) -> bool:
-        """Accept the combinations of ``COMBINATIONS``."""
-        return tuple(point[a] for a in self.axes) in COMBINATIONS
-
     def operands(self, point: Point) -> Sequence[Operand]:
         """Return ql_nope, q_pe, kv_c, k_pe and kv_cache."""
         t, h, dtype, kind = point["T"], point["H"], point["dtype"], point["slots"]
         by_head = ((LATENT, max(t, 1) * LATENT, 1), 0)  # a bmm's result, transposed back
         sliced = ((max(h, 1) * QK, QK, 1), 2 * NOPE)
-        projection = ((QKV_COLUMNS, ROPE, 1), (QKV_COLUMNS - ROPE) * 2)
         stored, columns = {
             "auto": (dtype, ENTRY),
             "fp8": ("e4m3", ENTRY),
@@ -146,7 +134,7 @@ class K3Decode:
             Operand("ql_nope", (t, h, LATENT), dtype, layouts=(by_head,)),
             Operand("q_pe", (t, h, ROPE), dtype, layouts=(sliced,)),
             Operand("kv_c", (t * LATENT,), dtype),
-            Operand("k_pe", (t, 1, ROPE), dtype, layouts=(projection,)),
+            Operand("k_pe", (t, 1, ROPE), dtype, layouts=(PROJECTION,)),
             Operand("kv_cache", cache, stored, mutable=True),
         )
 
@@ -156,10 +144,6 @@ class K3Decode:
         dtype = "e4m3" if point["cache"] == "fp8" else point["dtype"]
         parts = {"latent": (0, LATENT), "rope": (LATENT, ENTRY)}
         return (Output("mqa_q", shape, dtype, ("token", "head", "column"), parts),)
-
-    def rows(self, point: Point) -> int:
-        """Return T * H."""
-        return int(point["T"] * point["H"])
 
     def bytes_moved(self, point: Point) -> int:
         """Return the fewest bytes that pass through memory, if every token has a slot."""
@@ -172,12 +156,6 @@ class K3Decode:
         """Return the 8 rows of a block of vLLM's launch, and the tokens at which it changes."""
         del multiprocessors
         return (8, SPLIT)
-
-    def outcome(self, point: Point, aligned: bool) -> str:  # noqa: FBT001
-        """Return ``"equal"`` in the domain, ``"refused"`` where a kernel may refuse."""
-        standard = all(point[a] in values for a, values in self.domain_axes.items())
-        degenerate = point["H"] == 0 and point["T"] > 0
-        return "equal" if standard and aligned and not degenerate else "refused"
 
     def call(
         self,

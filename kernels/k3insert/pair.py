@@ -24,11 +24,10 @@ import numpy as np
 
 from k3insert import slots, stock
 from k3insert.faults.catalogue import FAULTS, HARMLESS
+from k3insert.row_pair import PROJECTION, RowPair
 from kvpack.spec import Candidate, Dim, Fault, Operand, Output, Point
 
 KV_COLUMNS = stock.NOPE + stock.V
-QKV_COLUMNS = 2112
-"""Columns of K3's fused projection (1,536 of q, 512 latent, 64 rope), of which k_pe is a slice."""
 
 
 def _load_stock(device: str, library: str | None) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ def _triton_launches() -> int:
     return triton_insert.launches()
 
 
-class K3Insert:
+class K3Insert(RowPair):
     """The stock statements and the kernels that claim their bytes."""
 
     name = "k3insert"
@@ -76,8 +75,6 @@ class K3Insert:
         "dtype": ("bf16", "fp16"),
         "slots": tuple(slots.BLOCK_SIZES),
     }
-    models: Mapping[str, Callable[..., Any]] = {}
-    classes: Mapping[str, Callable[..., Any]] = {}
     candidates: Mapping[str, Candidate] = {
         c.name: c
         for c in (
@@ -112,11 +109,6 @@ class K3Insert:
     faults: Sequence[Fault] = FAULTS
     harmless: Sequence[Fault] = HARMLESS
 
-    def valid(self, point: Point) -> bool:
-        """Accept every combination of axes."""
-        del point
-        return True
-
     def _cache_shape(self, point: Point) -> tuple[int, int, int]:
         kind = point["slots"]
         return slots.blocks(int(point["T"]), kind), slots.BLOCK_SIZES[kind], stock.ENTRY
@@ -124,11 +116,10 @@ class K3Insert:
     def operands(self, point: Point) -> Sequence[Operand]:
         """Return ``q``, ``kv_nope`` (k_nope is half of it), ``k_pe``, ``kv_c`` and ``kv_cache``."""
         t, h, dtype = point["T"], point["H"], point["dtype"]
-        projection = ((QKV_COLUMNS, stock.ROPE, 1), (QKV_COLUMNS - stock.ROPE) * 2)
         return (
             Operand("q", (t, h, stock.NOPE + stock.ROPE), dtype),
             Operand("kv_nope", (t, h, KV_COLUMNS), dtype),
-            Operand("k_pe", (t, 1, stock.ROPE), dtype, layouts=(projection,)),
+            Operand("k_pe", (t, 1, stock.ROPE), dtype, layouts=(PROJECTION,)),
             Operand("kv_c", (t * stock.LATENT,), dtype),
             Operand("kv_cache", (prod(self._cache_shape(point)),), dtype, mutable=True),
         )
@@ -138,10 +129,6 @@ class K3Insert:
         shape = (point["T"], point["H"], stock.NOPE + stock.ROPE)
         parts = {"nope": (0, stock.NOPE), "rope": (stock.NOPE, shape[2])}
         return (Output("k", shape, point["dtype"], ("token", "head", "column"), parts),)
-
-    def rows(self, point: Point) -> int:
-        """Return T * H."""
-        return int(point["T"] * point["H"])
 
     def bytes_moved(self, point: Point) -> int:
         """Return the fewest bytes that pass through memory, if every token has a slot."""
@@ -153,12 +140,6 @@ class K3Insert:
         """Return the block of 16 rows; how vLLM's launch goes on isn't known."""
         del multiprocessors
         return (16,)
-
-    def outcome(self, point: Point, aligned: bool) -> str:  # noqa: FBT001
-        """Return ``"equal"`` in the domain, ``"refused"`` where a kernel may refuse."""
-        standard = all(point[a] in values for a, values in self.domain_axes.items())
-        degenerate = point["H"] == 0 and point["T"] > 0
-        return "equal" if standard and aligned and not degenerate else "refused"
 
     def call(
         self,

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from k3common import model, positions
+from k3common.launches import launches
 from k3insert import slots
+from k3insert.row_pair import PROJECTION, RowPair
 from k3insert.stock import ENTRY, LATENT, NOPE, ROPE
 from k3quant import stock
 from k3quant.faults.catalogue import FAULTS, HARMLESS
@@ -29,8 +31,6 @@ from kvpack.spec import Candidate, Dim, Fault, Operand, Output, Point
 
 QK = NOPE + ROPE
 KV_COLUMNS = 2 * NOPE
-QKV_COLUMNS = 2112
-"""Columns of K3's fused projection (1,536 of q, 512 latent, 64 rope), of which k_pe is a slice."""
 
 COMBINATIONS = (
     ("bf16", "in_order", "one", "off"),
@@ -67,13 +67,7 @@ def _load_triton(device: str, library: str | None) -> Callable[..., Any]:
     return triton_quant.load(device, library)
 
 
-def _launches() -> int:
-    from k3common import triton_rows
-
-    return triton_rows.launches()
-
-
-class K3Quant:
+class K3Quant(RowPair):
     """The statements and the kernels that claim their bytes."""
 
     name = "k3quant"
@@ -87,9 +81,8 @@ class K3Quant:
         "scales": tuple(positions.SCALES),
         "rope": ("off", "gptj"),
     }
+    combinations = COMBINATIONS
     domain_axes: Mapping[str, Sequence[int | str]] = {**axes, "dtype": ("bf16", "fp16")}
-    models: Mapping[str, Callable[..., Any]] = {}
-    classes: Mapping[str, Callable[..., Any]] = {}
     candidates: Mapping[str, Candidate] = {
         c.name: c
         for c in (
@@ -107,26 +100,21 @@ class K3Quant:
                 _load_triton,
                 devices=("cuda",),
                 evidence=("_k3_rows",),
-                executions=_launches,
+                executions=launches,
             ),
         )
     }
     faults: Sequence[Fault] = FAULTS
     harmless: Sequence[Fault] = HARMLESS
 
-    def valid(self, point: Point) -> bool:
-        """Accept the combinations of ``COMBINATIONS``."""
-        return tuple(point[a] for a in self.axes) in COMBINATIONS
-
     def operands(self, point: Point) -> Sequence[Operand]:
         """Return q, kv_nope (k_nope and v are its halves), k_pe, kv_c and kv_cache."""
         t, h, dtype, kind = point["T"], point["H"], point["dtype"], point["slots"]
-        projection = ((QKV_COLUMNS, ROPE, 1), (QKV_COLUMNS - ROPE) * 2)
         cache = (slots.blocks(int(t), kind), slots.BLOCK_SIZES[kind], ENTRY)
         return (
             Operand("q", (t, h, QK), dtype),
             Operand("kv_nope", (t, h, KV_COLUMNS), dtype),
-            Operand("k_pe", (t, 1, ROPE), dtype, layouts=(projection,)),
+            Operand("k_pe", (t, 1, ROPE), dtype, layouts=(PROJECTION,)),
             Operand("kv_c", (t * LATENT,), dtype),
             Operand("kv_cache", cache, "e4m3", align_bytes=8, mutable=True),
         )
@@ -141,10 +129,6 @@ class K3Quant:
             Output("v8", (*shape[:2], NOPE), "e4m3", axes),
         )
 
-    def rows(self, point: Point) -> int:
-        """Return T * H."""
-        return int(point["T"] * point["H"])
-
     def bytes_moved(self, point: Point) -> int:
         """Return the fewest bytes that pass through memory, if every token has a slot."""
         row = 2 * (QK + KV_COLUMNS) + QK + QK + NOPE
@@ -155,12 +139,6 @@ class K3Quant:
         """Return the 8 rows of a block of vLLM's launch, which has no pass."""
         del multiprocessors
         return (8,)
-
-    def outcome(self, point: Point, aligned: bool) -> str:  # noqa: FBT001
-        """Return ``"equal"`` in the domain, ``"refused"`` where a kernel may refuse."""
-        standard = all(point[a] in values for a, values in self.domain_axes.items())
-        degenerate = point["H"] == 0 and point["T"] > 0
-        return "equal" if standard and aligned and not degenerate else "refused"
 
     def call(
         self,

@@ -54,9 +54,9 @@ class Insert:
         k = torch.empty((*k_nope.shape[:2], NOPE + ROPE), dtype=q.dtype, device=q.device)
         k[..., :NOPE] = k_nope
         k[:, slice(self.heads), NOPE:] = rope
-        token = self.stored(slot_mapping)
-        entries = self.entries(kv_c, rope[:, 0])[token]
-        faults.insert(kv_cache, *self.place(slot_mapping[token], kv_cache), entries)
+        entries = self.entries(kv_c, rope[:, 0])
+        kept = self.stored(slot_mapping)
+        faults.insert(kv_cache, self.place(slot_mapping, kv_cache), entries, kept)
         return k
 
     def _turned(self, x: Tensor, positions: Tensor | None, table: Tensor | None) -> Tensor:

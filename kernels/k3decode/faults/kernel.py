@@ -66,7 +66,6 @@ class Decode:
         mqa_q = torch.empty((*ql_nope.shape[:2], ENTRY), dtype=dtype, device=ql_nope.device)
         q_rope = (self.turned_q or self.turned)(q_pe, positions, table)
         rope = self.turned(k_pe, positions, table)[:, 0]
-        token = self.stored(slot_mapping)
         if fp8:
             q_inv, cache_inv = (scales[i] for i in self.scales)
             left, right = self.quantise(ql_nope, q_inv), self.quantise(q_rope, q_inv)
@@ -81,8 +80,8 @@ class Decode:
             mqa_q[some, :, :at], mqa_q[some, :, at:] = right[some], left[some]
         else:
             mqa_q[some, :, :at], mqa_q[some, :, at:] = left[some], right[some]
-        block, position = self.place(slot_mapping[token], kv_cache)
-        faults.insert(kv_cache, block, position, made[token])
+        kept = self.stored(slot_mapping)
+        faults.insert(kv_cache, self.place(slot_mapping, kv_cache), made, kept)
         return mqa_q
 
     @staticmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k3common import faults
 from k3insert import stock
 
 
@@ -15,11 +16,6 @@ def key(k: Tensor, k_nope: Tensor, k_pe: Tensor) -> None:
     """Write both parts of the key."""
     k[..., : stock.NOPE] = k_nope
     k[..., stock.NOPE :] = k_pe
-
-
-def stored(slot_mapping: Tensor) -> Tensor:
-    """Return the tokens that have a slot."""
-    return (slot_mapping >= 0).nonzero()[:, 0]
 
 
 def place(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +33,7 @@ class Insert:
     """The insert with its parts: called as ``stock.insert`` is."""
 
     key: Callable[[Tensor, Tensor, Tensor], None] = key
-    stored: Callable[[Tensor], Tensor] = stored
+    stored: Callable[[Tensor], Tensor] = faults.stored
     place: Callable[[Tensor, int], tuple[Tensor, Tensor]] = place
     entry: Callable[[Tensor, Tensor], Tensor] = entry
     columns: int = stock.ENTRY
@@ -65,10 +61,9 @@ class Insert:
         shape = (*k_nope.shape[:-1], stock.NOPE + stock.ROPE)
         k = torch.empty(shape, dtype=k_nope.dtype, device=k_nope.device)
         self.key(k, k_nope, k_pe)
-        token = self.stored(slot_mapping)
-        block, position = self.place(slot_mapping[token], kv_cache.shape[1])
-        entries = self.entry(kv_c[token], k_pe[token, 0])
-        kv_cache[block, position, : self.columns] = entries[:, : self.columns]
+        entries = self.entry(kv_c, k_pe[:, 0])[:, : self.columns]
+        place = self.place(slot_mapping, kv_cache.shape[1])
+        faults.insert(kv_cache, place, entries, self.stored(slot_mapping))
         return k
 
 

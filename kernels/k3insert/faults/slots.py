@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3common import faults
 from k3insert.faults import kernel
 from k3insert.faults.kernel import Insert
 
 SIXTEEN = 16
 
-padding_wraps = Insert(stored=lambda slot_mapping: torch.arange(len(slot_mapping)))
+padding_wraps = Insert(stored=faults.every_token)
 """I01: a slot of -1 isn't skipped, and its block and position count from the end."""
 
 
@@ -28,17 +29,11 @@ def _sixteen(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 sixteen = Insert(place=_sixteen)
 """I02: positions of a block count to 16, whatever its size."""
 
-last_lost = Insert(stored=lambda slot_mapping: kernel.stored(slot_mapping[:-1]))
+last_lost = Insert(stored=faults.all_but_last)
 """I03: the last token's entry isn't stored."""
 
 
-def _after_padding(slot_mapping: Tensor) -> Tensor:
-    padding = (slot_mapping < 0).nonzero()[:, 0]
-    end = int(padding[0]) if len(padding) else len(slot_mapping)
-    return torch.arange(end)
-
-
-stops_at_padding = Insert(stored=_after_padding)
+stops_at_padding = Insert(stored=lambda slot_mapping: (slot_mapping < 0).cumsum(0) == 0)
 """I04: the first padding ends the insert."""
 
 

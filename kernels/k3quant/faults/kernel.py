@@ -62,9 +62,9 @@ class Quant:
         k8 = self._row(k_nope, rope, k_inv)
         v8 = torch.empty(v.shape, dtype=torch.float8_e4m3fn, device=v.device)
         v8.copy_(self.quantise(v, v_inv))
-        token = self.stored(slot_mapping)
-        entries = self._row(kv_c[:, None], rope, cache_inv)[token, 0, : self.columns]
-        faults.insert(kv_cache, *self.place(slot_mapping[token], kv_cache), entries)
+        entries = self._row(kv_c[:, None], rope, cache_inv)[:, 0, : self.columns]
+        kept = self.stored(slot_mapping)
+        faults.insert(kv_cache, self.place(slot_mapping, kv_cache), entries, kept)
         return q8, k8, v8
 
     def _row(self, left: Tensor, right: Tensor, scale: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Each trained head becomes ``heads / trained`` heads of which no two carry the same bytes; nothing
 is trained. With ``P``, ``S`` signed permutations (drawn for each copy and layer), a copy of the
-head with query ``q = [q_nope, q_rope]``, key ``k = [k_nope, r]``, value ``v``, gate ``g`` and output
-columns ``Wo`` has::
+head with query ``q = [q_nope, q_rope]``, key ``k = [k_nope, r]``, value ``v``, gate ``g`` and
+output columns ``Wo`` has::
 
     q_nope P, q_rope        k_nope P, r        v S        g |S|        w S^T Wo
 
@@ -15,7 +15,7 @@ rounded: the widened model computes the same function, and differs by how a devi
 A pack or gather that mixes up, drops or repeats heads, also two copies of one head, changes the
 output: their keys, values, gates and output columns go together. Copies stand in random order, so
 every rank has several trained heads. The rotary part of a query and ``r``, which all heads share,
-stay as they are.
+stay as they are: their bytes are alike in all copies.
 
 Either architecture of ``ppl.model``. ``FOLDER`` gets ``config.json``, ``model.safetensors`` (24
 times the heads' weights) and ``widened.json``: what it was made from, how, and how it was checked.
@@ -42,11 +42,10 @@ from torch import Tensor
 from equiv import files
 from equiv.errors import UsageError
 from ppl.errors import PplError
-from ppl.model import WEIGHTS, evaluate, sha256
+from ppl.model import RECORD, WEIGHTS, evaluate, sha256
 from ppl.model import folder as own_folder
 from ppl.model.network import Network, load, save
 
-RECORD = "widened.json"
 SEED = 20260101
 HEADS = 96
 TOKENS = 2048
@@ -270,7 +269,7 @@ def _apart(d: evaluate.Nats) -> dict[str, float]:
 # -- the command ---------------------------------------------------------------------------
 
 
-def make(  # noqa: PLR0913 - one keyword for each option
+def make(
     model: Path,
     out: Path,
     *,
@@ -370,13 +369,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def said(record: dict[str, Any], out: Path) -> str:
     """Return a record in a few lines."""
-    lines = [
+    first = (
         f"{out}: {record['heads']} heads of {record['source_heads']}, "
         f"{record['parameters']:,} parameters, {record['weights_bytes']:,} bytes"
-    ]
+    )
     c = record["check"]
     if c is None:
-        return lines[0] + "\nNOT COVERED: that it computes what its source does (--tokens 0)\n"
+        return first + "\nNOT COVERED: that it computes what its source does (--tokens 0)\n"
+    lines = [first]
     for name, what in (
         ("same", "against its source"),
         ("swapped", "two copies' keys and values swapped in a chunk of one layer"),

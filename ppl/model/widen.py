@@ -177,7 +177,7 @@ def swapped(network: Network, ids: Ids, layer: int, heads: tuple[int, int]) -> e
     one, other = heads
 
     def swap(_module: Any, _inputs: Any, kv: Tensor) -> Tensor:
-        found = kv.unflatten(-1, (s.num_attention_heads, -1)).clone()
+        found: Tensor = kv.unflatten(-1, (s.num_attention_heads, -1)).clone()
         found[:, chunk, one], found[:, chunk, other] = (
             found[:, chunk, other].clone(),
             found[:, chunk, one].clone(),
@@ -195,7 +195,7 @@ def dropped(network: Network, ids: Ids, layer: int, head: int) -> evaluate.Nats:
     s = network.shape
 
     def drop(_module: Any, inputs: tuple[Tensor]) -> Tensor:
-        found = inputs[0].unflatten(-1, (s.num_attention_heads, -1)).clone()
+        found: Tensor = inputs[0].unflatten(-1, (s.num_attention_heads, -1)).clone()
         found[..., head, :] = 0
         return found.flatten(-2)
 

@@ -24,6 +24,7 @@ times the heads' weights) and ``widened.json``: what it was made from, how, and 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -313,7 +314,7 @@ def make(
     if ids is not None:  # of what was written
         found = check(source.to(device), load(out, device=device), drawn, ids)
         record["check"] = {
-            "text_sha256": files.sha256(text),
+            "bytes_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
             "dtype": "float32",
             "device": device,
             **found,

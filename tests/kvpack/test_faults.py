@@ -408,3 +408,24 @@ def test_one_row_loses_one_token_and_writes_no_input(tokens: int) -> None:
     assert torch.equal(kv, before)
     for m, r in zip(made, right, strict=True):
         assert (m != r).flatten(1).any(1).nonzero()[:, 0].tolist() == [tokens // 2][:tokens]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 12])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_two_heads_change_places_in_half_a_chunk_and_no_input_is_written(
+    tokens: int, heads: int
+) -> None:
+    from kvpack.faults import two_heads
+
+    kv, pe = torch.randn(tokens, heads, 256).bfloat16(), torch.randn(tokens, 1, 64).bfloat16()
+    before = kv.clone()
+    made, right = two_heads.kv_pack(kv, pe, False), stock.kv_pack(kv, pe, False)
+    assert torch.equal(kv, before)
+    half = -(-tokens // 2) if heads > 1 else 0
+    for m, r in zip(made, right, strict=True):
+        assert torch.equal(m[half:], r[half:])
+        assert torch.equal(m[:, :-2], r[:, :-2])
+        if half:
+            assert torch.equal(m[:half, -1], r[:half, -2])
+            assert torch.equal(m[:half, -2], r[:half, -1])
+        assert (m != r).any(-1).sum() == 2 * half

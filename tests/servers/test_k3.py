@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from ppl import model  # noqa: E402 - torch decides first whether to go on
-from ppl.model import k3, network  # noqa: E402
+from ppl.model import k3, network, widen  # noqa: E402
 
 LOAD = """
 import json, sys, torch
@@ -82,3 +82,12 @@ def test_vllm_takes_every_tensor(tmp_path: Path) -> None:
     safetensors.save_file(weights, path)
     (tmp_path / "met").unlink(missing_ok=True)
     assert loaded(tmp_path)["missing"] == [left_out]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_vllm_takes_every_tensor_of_a_widened_model(tmp_path: Path) -> None:
+    net = k3.Network(k3.Shape(num_hidden_layers=1))
+    net.draw(torch.Generator().manual_seed(2))
+    network.save(widen.widen(net, 96)[0], tmp_path)
+    assert loaded(tmp_path) == {"missing": [], "fused": True}

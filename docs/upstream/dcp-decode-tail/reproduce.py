@@ -1,4 +1,4 @@
-"""Reproduce: are several query tokens right in vLLM's FLASH_ATTN_MLA decode under DCP?
+"""Reproduce: several query tokens of a request in vLLM's FLASH_ATTN_MLA decode under DCP.
 
     python reproduce.py                              # vLLM 0.33 on one Hopper GPU
     python reproduce.py --device cpu [--fault NAME]  # attention in torch: checks this script
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,20 +103,24 @@ def draw(case: Case, device: str) -> Batch:
     return Batch(case, queries.to(device, torch.bfloat16), tuple(keys), tuple(offsets))
 
 
-Mask = Callable[[Tensor, Tensor, int, int, int, int], Tensor]
-"""``(token [T, 1], local key [1, n], T, n, D, rank) -> seen``, where the key isn't past the end."""
+def masks(case: Case, tokens: int, length: int, rank: int, heads: Tensor) -> dict[str, Tensor]:
+    """Return which local keys a rank's kernel might show, ``[T, n]`` or ``[H, T, n]``, by name.
 
-
-def masks(length: int, heads: int, head: Tensor) -> dict[str, Mask]:
-    """Return what a rank's kernel might mask by; ``global`` is right. ``head`` is ``[H, 1, 1]``."""
+    ``global`` is right. ``local`` ignores the ranks and aligns the local keys' end with the
+    queries', ``half`` takes the local length for the total, ``packed-row`` takes the row of token
+    and head for the token, ``rank-0`` ignores the rank, ``strict`` hides a token's own key.
+    """
+    i = torch.arange(tokens, device=heads.device)[:, None]
+    j = torch.arange(len(range(rank, length, case.ranks)), device=heads.device)[None]
+    position, last, short = j * case.ranks + rank, length - tokens + i, j.shape[1] - tokens + i
     return {
-        "global": lambda i, j, t, n, d, r: j * d + r <= length - t + i,
-        "local": lambda i, j, t, n, d, r: j <= n - t + i,
-        "half": lambda i, j, t, n, d, r: j * d + r <= n - t + i,
-        "none": lambda i, j, t, n, d, r: (j < n) & (i < t),
-        "packed-row": lambda i, j, t, n, d, r: j * d + r <= length - t + i * heads + head,
-        "rank-0": lambda i, j, t, n, d, r: j * d <= length - t + i,
-        "strict": lambda i, j, t, n, d, r: j * d + r < length - t + i,
+        "global": position <= last,
+        "local": j <= short,
+        "half": position <= short,
+        "none": (j >= 0) & (i >= 0),
+        "packed-row": position <= length - tokens + i * case.heads + heads[:, None, None],
+        "rank-0": position - rank <= last,
+        "strict": position < last,
     }
 
 
@@ -160,12 +163,10 @@ def reference(batch: Batch) -> Reference:
             causal = torch.arange(length, device=keys.device) <= length - tokens + i
             seen = scores.masked_fill(~causal, -torch.inf)
             made.merged[start:end, part] = attend(seen, rows[:, :LATENT])[0]
-            head = torch.arange(part.start, part.stop, device=keys.device)[:, None, None]
+            head = torch.arange(part.start, part.stop, device=keys.device)
             for rank in range(case.ranks):
                 local, mine = scores[..., rank :: case.ranks], rows[rank :: case.ranks, :LATENT]
-                j = torch.arange(len(mine), device=keys.device)[None]
-                for name, mask in masks(length, case.heads, head).items():
-                    shown = mask(i, j, tokens, len(mine), case.ranks, rank)
+                for name, shown in masks(case, tokens, length, rank, head).items():
                     kept = local.masked_fill(~shown, -torch.inf)
                     lses = made.guesses.setdefault(name, torch.empty_like(made.lses))
                     lses[rank, start:end, part] = torch.logsumexp(kept, -1).T
@@ -256,11 +257,8 @@ def in_torch(batch: Batch, rank: int, fault: str) -> tuple[Tensor, Tensor]:
         n, length = int(lengths[r]), len(batch.keys[r])
         rows = cache[table[r, : -(-n // case.page)].long()].flatten(0, 1)[:n].float()
         scores = batch.queries[start:end].float().transpose(0, 1) @ rows.T * SCALE
-        i, j = torch.arange(end - start)[:, None], torch.arange(n)[None]
-        head = torch.arange(case.heads)[:, None, None]
-        known = masks(length, case.heads, head)
-        mask = known.get(fault, known["global"])
-        kept = scores.masked_fill(~mask(i, j, end - start, n, case.ranks, rank), -torch.inf)
+        known = masks(case, end - start, length, rank, torch.arange(case.heads))
+        kept = scores.masked_fill(~known.get(fault, known["global"]), -torch.inf)
         made, sums = attend(kept, rows[:, :LATENT])
         out[start:end], lse[start:end] = made.bfloat16(), sums
     if fault == "lse-layout":  # memory as [T, H], shape as [H, T]
@@ -300,7 +298,8 @@ def merge_by_vllm(outputs: Tensor, lses: Tensor) -> Tensor:
 def apart(found: Tensor, expected: Tensor) -> Tensor:
     """Return |difference|, 0 where both are the same infinity, infinite where one is a NaN."""
     gap = (found.double() - expected).abs()
-    return torch.where(found.double() == expected, 0.0, gap).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    gap = torch.where(found.double() == expected, 0.0, gap)
+    return gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -1,13 +1,15 @@
 """Reproduce: prompt log-probs of a prompt's last step under DCP, against tensor parallelism alone.
 
     python engine.py                              # two Hopper GPUs: TP2 x DCP2 against TP2
+    python engine.py --dcp 1                      # is the decode of several tokens right without DCP?
     python engine.py --interleave 2               # DCP with every multi-token step as prefill
     python engine.py --attention-backend TRITON_MLA
     python engine.py --budget 1024                # shorter prompts
 
 A random DeepSeek-V2 of two layers is written to a temporary folder. Each prompt is scored alone;
-its last step has as many tokens as the tail says. With FLASH_ATTN_MLA tails up to 512 tokens run as
-decode, 513 and 600 as prefill: they are the control, and so are the rows before the last step.
+its last step has as many tokens as the tail says, in the engine that is asked about; TP alone takes
+the whole prompt in one step, so nothing of it is decoded. With FLASH_ATTN_MLA tails up to 512 tokens
+run as decode, 513 and 600 as prefill: they are the control, and so are the rows before.
 Exits with 1 while a tail differs more than 5 times what the rows before it do, else with 0; with 2
 where it can't run.
 """
@@ -116,7 +118,7 @@ def score(asked: argparse.Namespace) -> None:
         model=asked.model,
         skip_tokenizer_init=True,
         tensor_parallel_size=asked.tp,
-        max_num_batched_tokens=asked.budget,
+        max_num_batched_tokens=asked.budget + asked.room,
         max_model_len=asked.budget + max(TAILS) + 16,
         enable_prefix_caching=False,
         enforce_eager=True,
@@ -144,6 +146,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dcp", type=int, default=2)
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
+    parser.add_argument("--room", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     parser.add_argument("--score", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
@@ -157,15 +160,16 @@ def main(arguments: list[str]) -> int:
         folder = Path(made)
         write_model(folder)
         rows = []
-        for dcp in (1, asked.dcp):
-            out = folder / f"{dcp}.json"
-            options = [*arguments, "--model", made, "--score", str(out), "--dcp", str(dcp)]
+        for name, dcp, room in (("alone", 1, max(TAILS)), ("asked", asked.dcp, 0)):
+            out = folder / f"{name}.json"
+            options = [*arguments, "--model", made, "--score", str(out)]
+            options += ["--dcp", str(dcp), "--room", str(room)]
             done = subprocess.run(  # noqa: S603
                 [sys.executable, __file__, *options], check=False, capture_output=True, text=True
             )
             if done.returncode:
                 print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
-                print(f"NOT RUN: the engine with DCP {dcp} failed")
+                print(f"NOT RUN: the engine {name} (DCP {dcp}) failed")
                 return 2
             told = (done.stdout + done.stderr).splitlines()
             print(*sorted({x[-150:] for x in told if "backend" in x.lower()}), sep="\n")

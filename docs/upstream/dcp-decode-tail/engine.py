@@ -1,13 +1,13 @@
 """Reproduce: prompt log-probs of a prompt's last step under DCP, against tensor parallelism alone.
 
     python engine.py                              # two Hopper GPUs: TP2 x DCP2 against TP2
-    python engine.py --dcp 1                      # is the decode of several tokens right without DCP?
+    python engine.py --dcp 1                      # is such a decode right without DCP?
     python engine.py --interleave 2               # DCP with every multi-token step as prefill
     python engine.py --attention-backend TRITON_MLA
     python engine.py --budget 1024                # shorter prompts
 
 A random DeepSeek-V2 of two layers is written to a temporary folder. Each prompt is scored alone;
-its last step has as many tokens as the tail says, in the engine that is asked about; TP alone takes
+its last step has as many tokens as the tail says, in the engine asked about; TP alone takes
 the whole prompt in one step, so nothing of it is decoded. With FLASH_ATTN_MLA tails up to 512 tokens
 run as decode, 513 and 600 as prefill: they are the control, and so are the rows before.
 Exits with 1 while a tail differs more than 5 times what the rows before it do, else with 0; with 2

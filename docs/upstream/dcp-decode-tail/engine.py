@@ -8,7 +8,7 @@
 
 A random DeepSeek-V2 of two layers is written to a temporary folder. Each prompt is scored alone;
 its last step has as many tokens as the tail says, in the engine asked about; TP alone takes
-the whole prompt in one step, so nothing of it is decoded. With FLASH_ATTN_MLA tails up to 512 tokens
+the whole prompt in one step, so it decodes none of it. With FLASH_ATTN_MLA tails up to 512 tokens
 run as decode, 513 and 600 as prefill: they are the control, and so are the rows before.
 Exits with 1 while a tail differs more than 5 times what the rows before it do, else with 0; with 2
 where it can't run.

@@ -350,8 +350,11 @@ class LaneRun:
         results: dict[str, Result] = {str(smallest): smallest_result}
 
         def fails(c: Case) -> bool:
-            again = results[str(c)] = self.rerun(c)
-            return again.failed and signature in again.signatures
+            again = self.rerun(c)
+            if not (again.failed and signature in again.signatures):
+                return False  # what was told of it before stays: a race need not repeat
+            results[str(c)] = again
+            return True
 
         set_elements: int | None = None
         if self.options.shrink and not self.costly(result):

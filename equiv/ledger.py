@@ -167,17 +167,19 @@ def variant_covered(
 
     Parameters
     ----------
-    made : the variant's output, or None where it speaks of others.
+    made : the variant's output, or None where it speaks of others; where it is masked
+        (``numpy.ma``) any bytes will do, as after a race.
     expected, actual, mask : the output on either side, and where the two differ.
 
     Returns
     -------
-    The part of ``mask`` whose actual elements are ``made``'s.
+    The part of ``mask`` whose actual elements are ``made``'s, or masked there.
 
     """
     if made is None:
         return np.zeros_like(mask)
-    covered: NDArray[np.bool_] = mask & (actual == made)
+    same = np.ma.getdata(made) == actual
+    covered: NDArray[np.bool_] = mask & (same | np.ma.getmaskarray(made))
     if entry.expected is not None:
         covered &= np.isin(expected, entry.expected)
     return covered

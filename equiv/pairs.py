@@ -138,7 +138,8 @@ class OpPair(Protocol):
     """Named predicates on an input element's bits and dtype, for the ledger.
 
     A pair may also have ``variants``: name to ``(inputs, point) -> outputs``, as ``oracle`` gives
-    them, for declared divergences whose bytes don't follow from one input element.
+    them, for declared divergences whose bytes don't follow from one input element; masked
+    (``numpy.ma``) where any bytes will do, as after a race.
     """
 
     def valid(self, point: Mapping[str, Any]) -> bool:

@@ -136,6 +136,27 @@ def kernel(kv_nope, k_pe, use_fp8):
     assert found.detail.endswith("only after other cases in the same process: alone it passes")
 
 
+def test_a_failure_that_never_comes_again_is_told_as_it_was(
+    campaign: Campaign, folder: Path
+) -> None:
+    source = """
+from kvpack.faults.kernel import CLEAN, bits
+calls = []
+def kernel(kv_nope, k_pe, use_fp8):
+    k, v = CLEAN(kv_nope, k_pe, use_fp8)
+    calls.append(v.numel() > 0)
+    if sum(calls) == 20 and v.numel():
+        bits(v)[-1, -1, -1] ^= 1
+    return k, v
+"""
+    (folder / "mine.py").write_text(source, encoding="utf-8")
+    made = campaign("mine.py:kernel", "shapes", shrink=True, first_finding_only=True)
+    (found, *_) = findings(made)
+    assert found.kind == "unstable"
+    assert found.detail.startswith("v: 1 bytes in 1 of ")
+    assert found.detail.endswith("only after other cases in the same process: alone it passes")
+
+
 def test_a_plain_failure_fails_alone(campaign: Campaign, bad: Bad) -> None:
     (found,) = findings(campaign(bad("divergence"), "shapes", shrink=True, first_finding_only=True))
     assert "alone it passes" not in found.detail

@@ -43,7 +43,19 @@ def words_but_one(latent: Tensor, rope: Tensor) -> Tensor:
 
 def nobody(slot_mapping: Tensor) -> Tensor:
     """Store no token."""
-    return torch.zeros(0, dtype=torch.int64, device=slot_mapping.device)
+    return torch.zeros_like(slot_mapping, dtype=torch.bool)
+
+
+def mixed(kv_c: Tensor, rope: Tensor, kind: str) -> Tensor:
+    """Make entries that are neither the right ones nor what was there, as a race may."""
+    del kind
+    return torch.cat((kv_c, rope), dim=-1).view(torch.int16).bitwise_not().view(kv_c.dtype)
+
+
+def elsewhere(slot: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the entries places that aren't theirs."""
+    block, position = slot // cache.shape[1], slot % cache.shape[1]
+    return block, (position + 1) % cache.shape[1]
 
 
 class Shifted(Decode):
@@ -97,6 +109,17 @@ def test_an_entry_of_a_mode_covers_that_mode_alone(run_here: Here, cache: str, s
     found = run_here(Shifted(stored=nobody), repeat, pair=pair, entries=[entry])
     assert found.status == "divergence"
     assert found.detail.startswith("mqa_q: ")
+
+
+def test_a_race_leaves_any_bytes_in_an_entrys_place_and_nowhere_else(run_here: Here) -> None:
+    pair = load_pair("k3decode")
+    entry = Entry(**{**vars(shipped("k3decode-early")), "modes": ("repeat",)})
+    line = EARLY.format("auto", "one", "repeat")
+    found = run_here(Decode(entries=mixed), line, pair=pair, entries=[entry])
+    assert (found.status, {h.entry for h in found.ledger}) == ("declared", {"k3decode-early"})
+    found = run_here(Decode(place=elsewhere), line, pair=pair, entries=[entry])
+    assert found.status == "divergence"
+    assert found.detail.startswith("kv_cache: ")
 
 
 VALID = {

@@ -178,8 +178,9 @@ def variant_covered(
     """
     if made is None:
         return np.zeros_like(mask)
-    same = np.ma.getdata(made) == actual
-    covered: NDArray[np.bool_] = mask & (same | np.ma.getmaskarray(made))
+    same = np.ma.getdata(made) == actual  # type: ignore[no-untyped-call]
+    free = np.ma.getmaskarray(made)  # type: ignore[no-untyped-call]
+    covered: NDArray[np.bool_] = mask & (same | free)
     if entry.expected is not None:
         covered &= np.isin(expected, entry.expected)
     return covered

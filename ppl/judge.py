@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from equiv import environment
-from ppl import compare, facts, of_run, order, stats, top1, validity, verdict
+from ppl import between, compare, facts, of_run, order, stats, top1, validity, verdict
 from ppl.compare import Compared
 from ppl.errors import PplError
 from ppl.evidence import PplEvidence, Statistics, Subject, digest
@@ -255,7 +255,6 @@ def _statistics(
     floor: Sequence[facts.Arm],
 ) -> Statistics:
     means = [compare.difference(c.means)[0] for c in done]
-    controls = [compare.difference(c.controls)[0] for c in done if c.result.unexposed.tokens]
     launches = _launches(runs)
     levels = [compare.by_launch(c.means) for c in done]
     whole = {k: math.fsum(x[k] for x in levels) / len(levels) for k in launches}
@@ -264,14 +263,17 @@ def _statistics(
         [arm in floor for arm in facts.ARMS],
     )
     chosen = verdict.default_margin(error[0] if error else None) if margin is None else margin
-    exposed = stats.tost(means, chosen)
+    arms = _arms(levels, launches)
+    exposed = stats.tost(means, chosen, between.between(arms))
     contrast = None
     zero = {"exposed": stats.sign_flip(means)}
-    if len(controls) == len(means):
-        apart = [m - c for m, c in zip(means, controls, strict=True)]
-        contrast = stats.tost(apart, chosen)
+    if all(c.result.unexposed.tokens for c in done):
+        controls = [compare.by_launch(c.controls) for c in done]
+        apart = [m - compare.difference(c.controls)[0] for m, c in zip(means, done, strict=True)]
+        both = zip(arms, _arms(controls, launches), strict=True)
+        contrast = stats.tost(apart, chosen, between.between([x - y for x, y in both]))
         zero["contrast"] = stats.sign_flip(apart)
-    left = stats.leave_one_out(means, chosen)
+    left = stats.leave_one_out(means, chosen, arms)
     equal = not any(c.unequal for c in done)
     return Statistics(
         exposed=exposed,
@@ -292,6 +294,15 @@ def _statistics(
         text_rate_bound=stats.rate_bound(len(done)) if equal else None,
         tokens_to_see_one_in_a_million=stats.draws_to_see(ONE_IN_A_MILLION),
     )
+
+
+def _arms(
+    levels: Sequence[dict[tuple[str, int], float]], launches: Sequence[tuple[str, int]]
+) -> list[stats.ArrayF8]:
+    """Return each arm's levels, ``[launches, texts]``."""
+    return [
+        np.asarray([[x[k] for x in levels] for k in launches if k[0] == arm]) for arm in facts.ARMS
+    ]
 
 
 def _launch_distances(

@@ -95,6 +95,9 @@ def _statistics(s: Statistics, *, stated: bool) -> list[Fact]:
         ),
         ("detectable shift", _detectable(s)),
     ]
+    if e.launches is not None and e.texts > 1:
+        parts = f"texts alone ±{e.half_of_texts:.3g}, launches alone ±{e.half_of_launches:.3g} nats"
+        found.append(("the interval's parts", parts))
     if s.contrast is not None:
         c = s.contrast
         found.append(("exposed minus unexposed", f"{c.mean:.3g} nats, {_interval(c)}"))

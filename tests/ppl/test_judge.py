@@ -242,15 +242,6 @@ def test_rows_in_another_order_are_invalid_though_their_mean_is_the_same() -> No
     )
 
 
-def test_an_interval_without_the_error_of_launches_says_so() -> None:
-    wide = decide(noisy(3, Noise(launch_of_text=5e-6, launch=1e-4)), "equivalent", margin=4e-4)
-    assert wide.verdict == "WITHIN_NOISE"
-    assert "holds no error of launches" in wide.decided.reasons[0]
-    narrow = decide(noisy(5, Noise(launch_of_text=5e-6, launch=1e-6)), "equivalent", margin=4e-4)
-    assert narrow.verdict == "WITHIN_NOISE"
-    assert "launches" not in narrow.decided.reasons[0]
-
-
 def test_values_that_rounding_exchanges_near_zero_are_no_other_order() -> None:
     def change(_text: int, run: compare.Run, values: Floats) -> Floats:
         tiny = [0.0, -1.2e-7, -2.4e-7, -1.2e-7]

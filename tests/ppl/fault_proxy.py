@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from fake_vllm import _Server
+from fake_vllm import _Server, log_probs
 
 Change = Callable[["Proxy", str, bytes, bytes, int], tuple[bytes, int]]
 """Of a proxy, a path, the request's body, the answer's body and its code."""
@@ -100,6 +100,21 @@ def _repeated(
     kept = json.loads(proxy.kept)
     for i, value in enumerate(found):
         value["logprob"] = kept[i % len(kept)]
+    return json.dumps(body).encode(), code
+
+
+def _one_text_of_others(
+    _: Proxy, path: str, asked: bytes, answer: bytes, code: int
+) -> tuple[bytes, int]:
+    """Score the text that begins with 1 from other ids, under the ids and keys that were sent."""
+    if path != SCORES or code != 200:
+        return answer, code
+    ids = json.loads(asked)["prompt"]
+    body = json.loads(answer)
+    if ids[0] == ord("1"):
+        others = log_probs([i + 1 for i in ids])
+        for value, other in zip(_values(body["choices"][0]), others, strict=True):
+            value["logprob"] = float(other)
     return json.dumps(body).encode(), code
 
 
@@ -211,6 +226,7 @@ FAULTS: dict[str, Change] = {
     "null row": _edit(_null_row),
     "no log-probs": _edit(_no_log_probs),
     "other ids": _edit(_other_ids),
+    "one text of other ids": _one_text_of_others,
     "rounded": _edit(_round),
     "rounded to float32": _edit(_round_to_float32),
     "16 bits": _edit(_sixteen_bits),

@@ -158,6 +158,7 @@ FAULTS = {
     "null row": "null in row 39",
     "no log-probs": "no prompt log-probs (null)",
     "other ids": "answered for other token ids",
+    "one text of other ids": "is scored from other ids than stock launch 1 repeat 1",
     "rounded": "rounds log-probs",
     "one in 5 fails": "refused with HTTP 500: dropped by the proxy",
     "stale": "answered for other token ids",

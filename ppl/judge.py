@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from equiv import environment
+from equiv.document import counted
 from ppl import between, compare, facts, of_run, order, stats, top1, validity, verdict
 from ppl.compare import Compared
 from ppl.errors import PplError
@@ -96,25 +97,55 @@ def compare_stored(
     held = [f for f in folders if any(Store(f).records()) or not (partial or known[f] is not None)]
     found = gather(held)
     records = [r for _, r in found.values()]
+    lost, untold = _without_facts(found, known)
     made = judge(
         records,
         lambda r: found[r.key.text, r.run][0].values(r),
         claim=claim,
         margin=margin,
         amiss=[
-            x
-            for folder, run in known.items()
-            if run is not None
-            for x in run.reasons() or _unfinished(run, records, folder / "burst")
+            *lost,
+            *(
+                x
+                for folder, run in known.items()
+                if run is not None
+                for x in run.reasons() or _unfinished(run, records, folder / "burst")
+            ),
         ],
     )
-    found_top1 = top1.agreements(made, found)
-    made = made.model_copy(update={"top1": found_top1, "suite": environment.suite()})
+    made = made.model_copy(
+        update={
+            "top1": top1.agreements(made, found),
+            "not_covered": [*untold, *made.not_covered],
+            "suite": environment.suite(),
+        }
+    )
     bursts = [folder / "burst" for folder in folders if (folder / "burst").is_dir()]
     if not runs:
         return made
     used: set[Run] = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
     return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used, alone=found)
+
+
+def _without_facts(
+    found: Stored, known: dict[Path, RunFacts | None]
+) -> tuple[list[str], list[str]]:
+    """Say of how many results nothing tells what else was asked for: amiss, and not covered.
+
+    What a run stores names the server process that it is from; such a result without the facts of
+    its run was parted from them. Results that others stored never had any.
+    """
+    alone = [r for store, r in found.values() if known[store.folder] is None]
+    parted = sum("instance" in r.response for r in alone)
+    why = (
+        f"without a {facts.NAME}: which others were asked for, failed or are missing can't be told"
+    )
+    return (
+        [f"{counted(parted, 'result')} of a run {why}"] if parted else [],
+        [f"whether the results are whole: {len(alone) - parted} of {len(found)} are {why}"]
+        if len(alone) > parted
+        else [],
+    )
 
 
 def _unfinished(run: RunFacts, records: Sequence[Record], bursts: Path) -> list[str]:

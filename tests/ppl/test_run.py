@@ -582,6 +582,22 @@ def test_a_run_may_go_on_without_a_file_that_is_not_there(
     assert any(r.startswith("WITHOUT text") and "nosuch.txt" in r for r in made.decided.reasons)
 
 
+def test_a_run_whose_facts_were_deleted_is_invalid(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert go(fake(route="stock"), fake(route="fused"), texts, out).verdict == "IDENTICAL"
+    assert judge.compare_stored([out]).verdict == "IDENTICAL"
+    (out / "run.json").unlink()
+    (failed,) = (out / "scores").glob("text1*")
+    shutil.rmtree(failed)  # which nothing else would tell
+    made = judge.compare_stored([out])
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    (reason,) = made.decided.reasons
+    assert reason.startswith("12 results of a run without a run.json: which others were asked for")
+    assert not any(x.startswith("whether the results are whole") for x in made.not_covered)
+
+
 def test_compare_takes_what_the_run_stated_and_says_what_was_stated_late(
     fake: Start, texts: Path, tmp_path: Path
 ) -> None:

@@ -201,6 +201,9 @@ def contradictions(made: PplEvidence) -> list[str]:
         if not made.texts or made.identity is None:
             wrong.append("IDENTICAL without texts")
         wrong += [f"IDENTICAL, and {t.text} isn't" for t in made.texts if not t.bit_identical]
+        wrong += [
+            f"IDENTICAL, and arg-maxes of {t.text} aren't" for t in made.top1 if t.agreeing < t.rows
+        ]
     if made.verdict != "INVALID" and made.statistics is None:
         wrong.append(f"{made.verdict} without statistics")
     means = [t.difference_nats[0] for t in made.texts if t.difference_nats is not None]

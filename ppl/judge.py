@@ -113,9 +113,14 @@ def compare_stored(
             ),
         ],
     )
+    agreements = top1.agreements(made, found)
+    decided = top1.decided(made.decided, agreements)
     made = made.model_copy(
         update={
-            "top1": top1.agreements(made, found),
+            "verdict": decided.word,
+            "exit_code": decided.exit_code,
+            "decided": decided,
+            "top1": agreements,
             "not_covered": [*untold, *made.not_covered],
             "suite": environment.suite(),
         }
@@ -137,9 +142,7 @@ def _without_facts(
     """
     alone = [r for store, r in found.values() if known[store.folder] is None]
     parted = sum("instance" in r.response for r in alone)
-    why = (
-        f"without a {facts.NAME}: which others were asked for, failed or are missing can't be told"
-    )
+    why = f"without a {facts.NAME}: what else was asked for, failed or is missing is unknown"
     return (
         [f"{counted(parted, 'result')} of a run {why}"] if parted else [],
         [f"whether the results are whole: {len(alone) - parted} of {len(found)} are {why}"]

@@ -118,6 +118,31 @@ def _one_text_of_others(
     return json.dumps(body).encode(), code
 
 
+def _ranked(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows whose own token isn't among the two best that were asked for."""
+    return [row for row in choice["prompt_logprobs"][1:] if row is not None and len(row) == 3]
+
+
+def _swap_best(choice: dict[str, Any], _: int) -> None:
+    """Have the second best token first, and the first second: no score moves."""
+    for row in _ranked(choice)[::50]:
+        own, first, second = row
+        found = list(row.values())
+        row.clear()
+        row |= {own: found[0], second: found[1], first: found[2]}
+
+
+def _first_is_not_best(choice: dict[str, Any], n: int) -> None:
+    for row in _ranked(choice)[:1] if n > 6 else ():
+        first, second = list(row.values())[1:]
+        first["logprob"], second["logprob"] = second["logprob"], first["logprob"]
+
+
+def _no_ranks(choice: dict[str, Any], n: int) -> None:
+    for row in _ranked(choice) if n > 6 else ():
+        del row[list(row)[1]]
+
+
 def _only_calls(_: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> tuple[bytes, int]:
     if path == "/metrics":
         hidden = (b"bytegate_pack", b"bytegate_ch", b"bytegate_co", b"vllm:request_success")
@@ -226,6 +251,9 @@ FAULTS: dict[str, Change] = {
     "null row": _edit(_null_row),
     "no log-probs": _edit(_no_log_probs),
     "other ids": _edit(_other_ids),
+    "best tokens swapped": _edit(_swap_best),
+    "first isn't best": _edit(_first_is_not_best),
+    "best tokens lacking": _edit(_no_ranks),
     "one text of other ids": _one_text_of_others,
     "rounded": _edit(_round),
     "rounded to float32": _edit(_round_to_float32),

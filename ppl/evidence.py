@@ -92,7 +92,7 @@ class Statistics(_Frozen):
         tokens are a control that the route can't touch. None where a text has none.
     p_zero_holm : of exposed and contrast, sign flips against a mean of 0, adjusted together.
     bootstrap_95 : secondary; at 10 texts it really covers about 90 %.
-    detectable_nats : smallest mean shift at 80 % power, two-sided 5 %, from the spread over texts.
+    detectable_nats : smallest mean shift at 80 % power, two-sided 5 %, over texts and launches.
     leave_one_out : text left out, mean and interval without it.
     between_launch_error_nats : standard error of the mean difference from launches, and its df.
     token_rate_bound, text_rate_bound : 95 % bounds on the rate of differing tokens and texts where

@@ -316,7 +316,7 @@ def _statistics(
         p_zero=zero["exposed"],
         p_zero_holm=dict(zip(zero, stats.holm(list(zero.values())), strict=True)),
         bootstrap_95=stats.bootstrap(means),
-        detectable_nats=stats.detectable_shift(means),
+        detectable_nats=stats.detectable_shift(means, exposed.launches),
         leave_one_out={
             c.result.text: (t.mean, t.low, t.high) for c, t in zip(done, left, strict=False)
         },

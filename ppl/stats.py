@@ -176,12 +176,23 @@ def bootstrap(means: Sequence[float] | ArrayF8, seed: int = 0) -> tuple[float, f
     return float(done.confidence_interval.low), float(done.confidence_interval.high)
 
 
-def detectable_shift(means: Sequence[float] | ArrayF8) -> float | None:
-    """Return the smallest mean shift that the texts could have shown: sqrt(7.85 s^2 / n) nats."""
+def detectable_shift(
+    means: Sequence[float] | ArrayF8, launches: Between | None = None
+) -> float | None:
+    """Return the smallest mean shift that the texts could have shown: sqrt(7.85 s^2 / n) nats.
+
+    Launches add their variance, less what the spread over texts holds of it: with e and w of
+    ``ppl.between`` sqrt(7.85 max(s^2 / n, s^2 / n - w^2 + e^2)). Normal quantiles: with few
+    launches it takes more.
+    """
     x = np.asarray(means, dtype=np.float64)
     if len(x) < 2:  # noqa: PLR2004 - no spread
         return None
-    return math.sqrt(DETECTABLE * float(np.var(x, ddof=1)) / len(x))
+    variance = float(np.var(x, ddof=1)) / len(x)
+    if launches is not None:
+        own = max(0.0, variance - launches.shared**2)
+        variance = max(variance, own + launches.error**2)
+    return math.sqrt(DETECTABLE * variance)
 
 
 def leave_one_out(

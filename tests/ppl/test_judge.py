@@ -84,7 +84,9 @@ def test_without_a_relaunch_noise_is_not_claimed() -> None:
 
     made = results(change, runs=(("stock", 1, 1), ("fused", 1, 1)))
     assert decide(made).verdict == "INCONCLUSIVE"
-    assert decide(made, "equivalent").verdict == "EQUIVALENT"
+    alone = decide(made, "equivalent")
+    assert alone.verdict == "EQUIVALENT"
+    assert "of these launches alone" in alone.decided.reasons[0]
 
 
 def test_noise_of_launches_is_within_noise() -> None:
@@ -105,6 +107,15 @@ def test_three_margins_on_exposed_tokens_are_different_and_the_control_says_so()
 def test_wide_intervals_are_inconclusive() -> None:
     made = decide(noisy(3, Noise(launch_of_text=2e-3)), margin=1e-4)
     assert (made.verdict, made.exit_code) == ("INCONCLUSIVE", 3)
+    rng = np.random.default_rng(3)
+    apart = {t: np.float32(rng.standard_normal() * 2e-3) for t in range(10)}
+
+    def change(text: int, run: compare.Run, values: Floats) -> Floats:
+        values[BUDGET:] -= apart[text] * np.float32(run[0] == "fused")
+        return np.minimum(values, 0)
+
+    made = decide(results(change), margin=1e-4)
+    assert made.decided.reasons[0].endswith("crosses +-0.0001: score more texts")
 
 
 def test_the_largest_difference_and_its_place() -> None:

@@ -129,6 +129,16 @@ def test_what_the_error_of_launches_costs() -> None:
     )
 
 
+def test_launches_widen_the_shift_that_could_have_been_detected() -> None:
+    means = np.linspace(-1e-4, 1e-4, TEXTS)
+    alone = stats.detectable_shift(means)
+    assert alone is not None
+    still = Between(error=0.0, degrees=2, shared=0.0)
+    assert stats.detectable_shift(means, still) == alone
+    moved = Between(error=1e-3, degrees=2, shared=0.0)
+    assert stats.detectable_shift(means, moved) == pytest.approx(np.hypot(alone, 7.85**0.5 * 1e-3))
+
+
 # -- the margin that the launches themselves set ----------------------------------------
 
 

@@ -183,7 +183,7 @@ def _by_text(made: PplEvidence) -> Chart:
     return Chart(
         "By text, against the margin",
         f"The shaded band is the margin, ±{test.margin:.3g} nats. {ALL.capitalize()}: mean and "
-        "90 % interval over texts, which decides. A text: its mean over launches, and the range of "
+        "90 % interval over texts and launches, which decides. A text: its mean, and the range of "
         f"single launches. Tokens inside a text are correlated, so it has no interval.{fewer}",
         spec,
         note,

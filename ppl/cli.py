@@ -50,8 +50,12 @@ def compare(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for ppl.json, .md, .html and tokens.parquet.")
-    ] = Path("out/ppl"),
+        Path | None,
+        typer.Option(
+            help="Folder for ppl.json, .md, .html and tokens.parquet; default: compare, in the "
+            "first FOLDER."
+        ),
+    ] = None,
 ) -> None:
     """Compare stored results, without a server."""
     if claim not in {None, *CLAIMS}:
@@ -59,8 +63,11 @@ def compare(
     outputs, judge = module("outputs"), module("judge")
     claim, margin = judge.stated(folder, claim, margin)
     made: Any = judge.compare_stored(folder, claim=claim, margin=margin)
+    out = out or folder[0] / "compare"
+    outputs.spare(out, made, folder)
     words = ["bytegate", "ppl", "compare", *map(str, folder), "--claim", claim]
     words += [] if margin is None else ["--margin", repr(margin)]
+    words += ["--out", str(out)]
     outputs.leave(out, made, judge.gather(folder), command=shlex.join(words))
     document.show(module("report").blocks(made), sys.stdout)
     raise typer.Exit(made.exit_code)

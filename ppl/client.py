@@ -25,6 +25,7 @@ from ppl.errors import BadAnswer
 from ppl.transport import OK, Endpoint, message, parse
 
 Method = Literal["prompt_logprobs", "prompt_logprob_token_ids"]
+Best = tuple[NDArray[np.int32], NDArray[np.float32]]
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 
 
@@ -32,13 +33,16 @@ COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 class Scored:
     """One answer: float32 ``[tokens - 1]`` in nats, and the facts of the exchange.
 
-    ``cached_tokens`` is None where the server doesn't tell it.
+    ``cached_tokens`` is None where the server doesn't tell it. ``best`` has the ids and
+    log-probabilities of the best tokens, ``[tokens - 1, k]`` int32 and float32, best first, where
+    k of them were asked for.
     """
 
     values: NDArray[np.float32]
     cached_tokens: int | None
     wall_s: float
     answer_bytes: int
+    best: Best | None = None
 
 
 def score(
@@ -47,9 +51,15 @@ def score(
     ids: Sequence[int],
     method: Method = "prompt_logprobs",
     *,
+    best: int = 0,
     before_again: Callable[[], None] = lambda: None,
 ) -> Scored:
     """Return the log-probability of ``ids[1:]``, each given all before it.
+
+    Parameters
+    ----------
+    best : how many of the best tokens of each row to ask for as well, by ``prompt_logprobs`` alone;
+        a server's ``--max-logprobs`` must allow them.
 
     Raises
     ------
@@ -57,17 +67,19 @@ def score(
     BadAnswer : an answer that must not be scored, by what is wrong with it.
 
     """
-    path, body = request(model, ids, method)
+    path, body = request(model, ids, method, best)
     began = time.perf_counter()
     answer = endpoint.send("POST", path, body, before_again=before_again)
     wall_s = time.perf_counter() - began
     if answer.status_code != OK:
         raise BadAnswer(f"refused with HTTP {answer.status_code}: {message(answer)}")
-    values, cached = read(answer, ids, method)
-    return Scored(values, cached, wall_s, len(answer.content))
+    values, cached, top = read(answer, ids, method, best)
+    return Scored(values, cached, wall_s, len(answer.content), top)
 
 
-def request(model: str, ids: Sequence[int], method: Method) -> tuple[str, dict[str, Any]]:
+def request(
+    model: str, ids: Sequence[int], method: Method, best: int = 0
+) -> tuple[str, dict[str, Any]]:
     """Return path and body of a request."""
     if method == "prompt_logprobs":
         return COMPLETIONS, {
@@ -75,7 +87,7 @@ def request(model: str, ids: Sequence[int], method: Method) -> tuple[str, dict[s
             "prompt": list(ids),
             "max_tokens": 1,
             "temperature": 0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": best,
             "return_token_ids": True,
         }
     return GENERATE, {
@@ -91,9 +103,9 @@ def request(model: str, ids: Sequence[int], method: Method) -> tuple[str, dict[s
 
 
 def read(
-    answer: httpx2.Response, ids: Sequence[int], method: Method
-) -> tuple[NDArray[np.float32], int | None]:
-    """Return the values of an answer and its cached tokens, all checked."""
+    answer: httpx2.Response, ids: Sequence[int], method: Method, best: int = 0
+) -> tuple[NDArray[np.float32], int | None, Best | None]:
+    """Return the values of an answer, its cached tokens and its best tokens, all checked."""
     body = parse(answer, COMPLETIONS if method == "prompt_logprobs" else GENERATE)
     try:
         choice = body["choices"][0]
@@ -110,7 +122,8 @@ def read(
     if values is None:
         raise BadAnswer("no prompt log-probs (null): preempted, or the server doesn't give them")
     rows = _keyed(values, ids) if method == "prompt_logprobs" else _npy(values, ids)
-    return rows, None if cached is None else int(cached)
+    top = _best(values, ids, best, rows) if best else None
+    return rows, None if cached is None else int(cached), top
 
 
 def _same_ids(echoed: Any, ids: Sequence[int]) -> None:
@@ -144,6 +157,27 @@ def _keyed(entries: list[Any], ids: Sequence[int]) -> NDArray[np.float32]:
     except (ValueError, TypeError):
         raise BadAnswer("a log-prob that is no number") from None
     return _narrow(wide)
+
+
+def _best(entries: list[Any], ids: Sequence[int], k: int, values: NDArray[np.float32]) -> Best:
+    """Read the k best tokens of each row: an entry has them by rank, and its own token besides."""
+    tokens, found = [], []
+    for row, (entry, own) in enumerate(zip(entries[1:], ids[1:], strict=True)):
+        ranked = [(t, x) for t, x in entry.items() if len(entry) == k or t != str(own)]
+        try:
+            ranked.sort(key=lambda pair: int(pair[1]["rank"]))
+            if [x["rank"] for _, x in ranked] != list(range(1, k + 1)):
+                raise BadAnswer(f"row {row:,} hasn't the {k} best tokens: the arg-max isn't given")
+            tokens.append([int(t) for t, _ in ranked])
+            found.append([float(x["logprob"]) for _, x in ranked])
+        except (KeyError, TypeError, ValueError):
+            raise BadAnswer(f"row {row:,} has best tokens of another form") from None
+    narrow = _narrow(np.array(found, dtype=np.float64).reshape(-1, k))
+    wrong = (narrow[:, 1:] > narrow[:, :-1]).any(axis=1) | (values > narrow[:, 0])
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise BadAnswer(f"row {row:,}: the token that is ranked first isn't the most probable one")
+    return np.array(tokens, dtype=np.int32).reshape(-1, k), narrow
 
 
 def _what_is_wrong(entries: list[Any], ids: Sequence[int]) -> str:
@@ -186,9 +220,9 @@ def _narrow(wide: NDArray[np.float64]) -> NDArray[np.float32]:
     narrow = wide.astype(np.float32)
     moved = np.isfinite(wide) & (narrow.astype(np.float64) != wide)
     if moved.any():
-        row = int(moved.argmax())
+        row = int(moved.reshape(len(moved), -1).any(axis=1).argmax())
         raise BadAnswer(
-            f"row {row:,} is {wide[row]!r}, no float32: something on the way rounds log-probs, "
-            "which hides differences"
+            f"row {row:,} is {wide[moved][0]!r}, no float32: something on the way rounds "
+            "log-probs, which hides differences"
         )
     return narrow

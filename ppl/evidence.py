@@ -92,7 +92,7 @@ class Statistics(_Frozen):
         tokens are a control that the route can't touch. None where a text has none.
     p_zero_holm : of exposed and contrast, sign flips against a mean of 0, adjusted together.
     bootstrap_95 : secondary; at 10 texts it really covers about 90 %.
-    detectable_nats : smallest mean shift at 80 % power, two-sided 5 %.
+    detectable_nats : smallest mean shift at 80 % power, two-sided 5 %, over texts and launches.
     leave_one_out : text left out, mean and interval without it.
     between_launch_error_nats : standard error of the mean difference from launches, and its df.
     token_rate_bound, text_rate_bound : 95 % bounds on the rate of differing tokens and texts where
@@ -201,6 +201,9 @@ def contradictions(made: PplEvidence) -> list[str]:
         if not made.texts or made.identity is None:
             wrong.append("IDENTICAL without texts")
         wrong += [f"IDENTICAL, and {t.text} isn't" for t in made.texts if not t.bit_identical]
+        wrong += [
+            f"IDENTICAL, and arg-maxes of {t.text} aren't" for t in made.top1 if t.agreeing < t.rows
+        ]
     if made.verdict != "INVALID" and made.statistics is None:
         wrong.append(f"{made.verdict} without statistics")
     means = [t.difference_nats[0] for t in made.texts if t.difference_nats is not None]

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from equiv import environment
-from ppl import compare, facts, of_run, order, stats, top1, validity, verdict
+from equiv.document import counted
+from ppl import between, compare, facts, of_run, order, stats, top1, validity, verdict
 from ppl.compare import Compared
 from ppl.errors import PplError
 from ppl.evidence import PplEvidence, Statistics, Subject, digest
@@ -96,25 +97,58 @@ def compare_stored(
     held = [f for f in folders if any(Store(f).records()) or not (partial or known[f] is not None)]
     found = gather(held)
     records = [r for _, r in found.values()]
+    lost, untold = _without_facts(found, known)
     made = judge(
         records,
         lambda r: found[r.key.text, r.run][0].values(r),
         claim=claim,
         margin=margin,
         amiss=[
-            x
-            for folder, run in known.items()
-            if run is not None
-            for x in run.reasons() or _unfinished(run, records, folder / "burst")
+            *lost,
+            *(
+                x
+                for folder, run in known.items()
+                if run is not None
+                for x in run.reasons() or _unfinished(run, records, folder / "burst")
+            ),
         ],
     )
-    found_top1 = top1.agreements(made, found)
-    made = made.model_copy(update={"top1": found_top1, "suite": environment.suite()})
+    agreements = top1.agreements(made, found)
+    decided = top1.decided(made.decided, agreements)
+    made = made.model_copy(
+        update={
+            "verdict": decided.word,
+            "exit_code": decided.exit_code,
+            "decided": decided,
+            "top1": agreements,
+            "not_covered": [*untold, *made.not_covered],
+            "suite": environment.suite(),
+        }
+    )
     bursts = [folder / "burst" for folder in folders if (folder / "burst").is_dir()]
     if not runs:
         return made
     used: set[Run] = {(r.arm, r.launch, int(str(r.response.get("instance", 1)))) for r in records}
     return of_run.complete(made, runs, bursts, claim=claim, margin=margin, used=used, alone=found)
+
+
+def _without_facts(
+    found: Stored, known: dict[Path, RunFacts | None]
+) -> tuple[list[str], list[str]]:
+    """Say of how many results nothing tells what else was asked for: amiss, and not covered.
+
+    What a run stores names the server process that it is from; such a result without the facts of
+    its run was parted from them. Results that others stored never had any.
+    """
+    alone = [r for store, r in found.values() if known[store.folder] is None]
+    parted = sum("instance" in r.response for r in alone)
+    why = f"without a {facts.NAME}: what else was asked for, failed or is missing is unknown"
+    return (
+        [f"{counted(parted, 'result')} of a run {why}"] if parted else [],
+        [f"whether the results are whole: {len(alone) - parted} of {len(found)} are {why}"]
+        if len(alone) > parted
+        else [],
+    )
 
 
 def _unfinished(run: RunFacts, records: Sequence[Record], bursts: Path) -> list[str]:
@@ -255,7 +289,6 @@ def _statistics(
     floor: Sequence[facts.Arm],
 ) -> Statistics:
     means = [compare.difference(c.means)[0] for c in done]
-    controls = [compare.difference(c.controls)[0] for c in done if c.result.unexposed.tokens]
     launches = _launches(runs)
     levels = [compare.by_launch(c.means) for c in done]
     whole = {k: math.fsum(x[k] for x in levels) / len(levels) for k in launches}
@@ -264,14 +297,17 @@ def _statistics(
         [arm in floor for arm in facts.ARMS],
     )
     chosen = verdict.default_margin(error[0] if error else None) if margin is None else margin
-    exposed = stats.tost(means, chosen)
+    arms = _arms(levels, launches)
+    exposed = stats.tost(means, chosen, between.between(arms))
     contrast = None
     zero = {"exposed": stats.sign_flip(means)}
-    if len(controls) == len(means):
-        apart = [m - c for m, c in zip(means, controls, strict=True)]
-        contrast = stats.tost(apart, chosen)
+    if all(c.result.unexposed.tokens for c in done):
+        controls = [compare.by_launch(c.controls) for c in done]
+        apart = [m - compare.difference(c.controls)[0] for m, c in zip(means, done, strict=True)]
+        both = zip(arms, _arms(controls, launches), strict=True)
+        contrast = stats.tost(apart, chosen, between.between([x - y for x, y in both]))
         zero["contrast"] = stats.sign_flip(apart)
-    left = stats.leave_one_out(means, chosen)
+    left = stats.leave_one_out(means, chosen, arms)
     equal = not any(c.unequal for c in done)
     return Statistics(
         exposed=exposed,
@@ -280,7 +316,7 @@ def _statistics(
         p_zero=zero["exposed"],
         p_zero_holm=dict(zip(zero, stats.holm(list(zero.values())), strict=True)),
         bootstrap_95=stats.bootstrap(means),
-        detectable_nats=stats.detectable_shift(means),
+        detectable_nats=stats.detectable_shift(means, exposed.launches),
         leave_one_out={
             c.result.text: (t.mean, t.low, t.high) for c, t in zip(done, left, strict=False)
         },
@@ -292,6 +328,15 @@ def _statistics(
         text_rate_bound=stats.rate_bound(len(done)) if equal else None,
         tokens_to_see_one_in_a_million=stats.draws_to_see(ONE_IN_A_MILLION),
     )
+
+
+def _arms(
+    levels: Sequence[dict[tuple[str, int], float]], launches: Sequence[tuple[str, int]]
+) -> list[stats.ArrayF8]:
+    """Return each arm's levels, ``[launches, texts]``."""
+    return [
+        np.asarray([[x[k] for x in levels] for k in launches if k[0] == arm]) for arm in facts.ARMS
+    ]
 
 
 def _launch_distances(

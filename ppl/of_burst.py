@@ -57,6 +57,7 @@ def judged(
         lambda r: units[r.key.text, r.run][0].values(r),
         claim=claim,
         margin=margin,
+        amiss=_other_ids(found, alone),
         floor=("stock",),
     )
     launches = max(r.launch for _, r in found.values())
@@ -81,6 +82,17 @@ def judged(
         across_nats=(min(noise.across), max(noise.across)) if noise else None,
         strays=strays,
     )
+
+
+def _other_ids(found: Stored, alone: Stored) -> list[str]:
+    """Name texts whose ids in a burst aren't those of the same text alone."""
+    ids = {r.key.text: r.key.ids_sha256 for _, r in alone.values()}
+    names = {
+        r.key.text: None
+        for _, r in found.values()
+        if ids.get(r.key.text, r.key.ids_sha256) != r.key.ids_sha256
+    }
+    return [f"text {name}: ids differ between a burst and the same text alone" for name in names]
 
 
 def numbered(found: Stored) -> Stored:

@@ -48,6 +48,9 @@ def complete(
         warnings += [f"in a burst of all texts: {x}" for x in burst.strays]
     if facts.asked.get("burst") and burst is None:
         not_covered.append("a burst of all texts at once: none was scored")
+    if facts.asked.get("top1") and len(made.top1) < len(made.texts):
+        there = f"{len(made.top1)} of {len(made.texts)} texts"
+        not_covered.append(f"top-1 agreement: both arms gave arg-maxes of {there}")
     if burst is not None and burst.word in WORST and _rank(burst.word) < _rank(decided.word):
         reasons = tuple(f"in a burst of all texts: {r}" for r in burst.reasons)
         word = verdict.Verdict.model_validate({**decided.model_dump(), "word": burst.word}).word

@@ -52,6 +52,7 @@ class Options:
     repeats : within the first launch.
     launches : of each arm; servers that are there count as launched when they are seen anew.
     burst : also score all texts at once.
+    top1 : also store each row's arg-max and its margin over the second best.
     bursts : of each launch, where ``burst`` is asked for.
     key_variable : environment variable that holds the API key.
     command : what a person would type to ask for it again.
@@ -75,6 +76,7 @@ class Options:
     launches: int = 2
     burst: bool = False
     bursts: int = 3
+    top1: bool = False
     claim: Claim = "identical"
     margin: float | None = None
     key_variable: str = ""

@@ -83,6 +83,7 @@ class Work:
         for server in s.servers.values():
             self._note_instance(server)
         if s.method is None:
+            s.best = ready.best(s)
             s.method = ready.method(s)
             s.note(method=s.method)
         for server in s.servers.values():
@@ -224,7 +225,7 @@ class Work:
         while arm not in self.down:
             server = s.servers[arm]
             try:
-                result = scoring.measure(server, s.plan_of(text), item, s.method)
+                result = scoring.measure(server, s.plan_of(text), item, s.method, s.best)
                 scoring.own(server, item, result.scored.values)
             except BadAnswer as e:
                 s.failed(step, str(e))
@@ -245,6 +246,7 @@ class Work:
                 exposed_from=planned.exposed_from,
                 budget=planned.steps[0].tokens if planned.steps else 1,
                 observed=result.observed,
+                best=result.scored.best,
                 request={"method": s.method},
                 response={
                     "wall_s": round(result.scored.wall_s, 6),

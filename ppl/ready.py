@@ -53,8 +53,40 @@ def recognise(s: Session, server: Server) -> None:
         )
 
 
+BEST = 2
+"""Tokens of each row that ``--top1`` asks for: the arg-max, and the second best for its margin."""
+
+
+def best(s: Session) -> int:
+    """Return how many best tokens to ask for: 0 where a server doesn't give them, by name."""
+    if not s.options.top1:
+        return 0
+    ids = s.items[0].ids[::-1]
+    for server in s.servers.values():
+        assert server.checked is not None
+        model = server.checked.model
+        try:
+            plain = client.score(server.endpoint, model, ids)
+            asked = client.score(server.endpoint, model, ids, best=BEST)
+        except BadAnswer as e:
+            s.note(not_covered=[*s.facts.not_covered, f"top-1 agreement: {server.arm}: {e}"])
+            return 0
+        if plain.values.tobytes() != asked.values.tobytes():
+            unlike = (
+                f"log-probs with the {BEST} best tokens aren't equal bit for bit to those alone"
+            )
+            s.note(warnings=[*s.facts.warnings, f"{server.arm}: {unlike}"])
+        scoring.settle(server)
+    return BEST
+
+
 def method(s: Session) -> Method:
-    """Use the smaller form where every server has it and gives the same bits."""
+    """Use the smaller form where every server has it and gives the same bits.
+
+    It has no arg-maxes: where they are asked for and given it isn't used.
+    """
+    if s.best:
+        return "prompt_logprobs"
     ids = s.items[0].ids[::-1]
     open_ = s.facts.not_covered
     for server in s.servers.values():

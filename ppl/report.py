@@ -66,11 +66,21 @@ def facts(made: PplEvidence) -> list[Fact]:
     if made.pooled_perplexity:
         p = made.pooled_perplexity
         found.append(("perplexity", f"stock {p['stock']:.6f}, fused {p['fused']:.6f}"))
+    if made.top1:
+        found.append(("top-1 agreement", _agreement(made)))
     if made.statistics is not None:
         found += _statistics(made.statistics, stated=made.margin_stated)
     if made.run is not None:
         found += report_run.facts(made.run)
     return found
+
+
+def _agreement(made: PplEvidence) -> str:
+    rows, exposed = (sum(getattr(t, n) for t in made.top1) for n in ("rows", "exposed_rows"))
+    same, of = (sum(getattr(t, n) for t in made.top1) for n in ("agreeing", "exposed_agreeing"))
+    margins = [t.largest_margin_nats for t in made.top1 if t.largest_margin_nats is not None]
+    flips = f"; the clearest flip by {max(margins):.3g} nats" if margins else ""
+    return f"{same:,} of {rows:,} rows, {of:,} of {exposed:,} exposed{flips}"
 
 
 def _place(made: PplEvidence) -> str:
@@ -95,6 +105,9 @@ def _statistics(s: Statistics, *, stated: bool) -> list[Fact]:
         ),
         ("detectable shift", _detectable(s)),
     ]
+    if e.launches is not None and e.texts > 1:
+        parts = f"texts alone ±{e.half_of_texts:.3g}, launches alone ±{e.half_of_launches:.3g} nats"
+        found.append(("the interval's parts", parts))
     if s.contrast is not None:
         c = s.contrast
         found.append(("exposed minus unexposed", f"{c.mean:.3g} nats, {_interval(c)}"))

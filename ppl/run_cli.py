@@ -81,6 +81,14 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     bursts: Annotated[
         int | None, typer.Option(help="Bursts of each launch, with --burst; default: 3.")
     ] = None,
+    top1: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--top1",
+            help="Also compare each row's most probable token and its margin; three times the "
+            "answer's size, and --max-logprobs must be 2 or more.",
+        ),
+    ] = False,
     claim: Annotated[str, typer.Option(help="identical or equivalent.")] = "identical",
     margin: Annotated[
         float | None,
@@ -124,6 +132,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         launches=launches,
         burst=burst or bursts is not None,
         bursts=options.Options.bursts if bursts is None else bursts,
+        top1=top1,
         claim=claim,
         margin=margin,
         key_variable=api_key_env,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from equiv import environment
-from ppl import burst, inputs, judge, order, transport
+from ppl import burst, inputs, judge, order, top1, transport
 from ppl import facts as facts_of
-from ppl.client import Method
+from ppl.client import Best, Method
 from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
 from ppl.facts import Arm, Failure, Instance, RunFacts, Timing
@@ -97,6 +97,7 @@ class Session:
         self.planned: Plan | None = None
         self.checked: dict[Arm, Checked] = {}
         self.method: Method | None = None
+        self.best = 0
         self.tokens = 0
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[Any] | None = None
@@ -127,6 +128,7 @@ class Session:
             "route": o.route,
             "workspace": o.workspace,
             "arguments": list(o.arguments),
+            **({"top1": True} if o.top1 else {}),  # runs of before it was an option go on
         }
         if isinstance(self.source, Attached):
             from texts.index import shown
@@ -345,10 +347,17 @@ class Session:
         """Write ``run.json``."""
         facts_of.write(self.options.out, self.facts)
 
-    def put(self, values: Floats, **facts: Any) -> None:
+    def put(self, values: Floats, best: Best | None = None, **facts: Any) -> None:
         """Store a result while the next request runs: flushing to the disk takes its time."""
         self.flush()
-        self._pending = self._writer.submit(self.store.put, values, **facts)
+        self._pending = self._writer.submit(self._store, values, best, facts)
+
+    def _store(self, values: Floats, best: Best | None, facts: dict[str, Any]) -> None:
+        """Store arg-maxes first: a record that names them has them, whenever this is killed."""
+        if best is not None:
+            named = {"top": top1.put(self.store, facts["key"].text, *best)}
+            facts = {**facts, "response": {**facts["response"], **named}}
+        self.store.put(values, **facts)
 
     def flush(self) -> None:
         """Wait until every result is stored."""

@@ -59,8 +59,8 @@ def settle(server: Server) -> Snapshot:
         time.sleep(POLL_S * 10)
 
 
-def measure(server: Server, planned: Planned, item: Input, method: Method) -> Result:
-    """Score a text and look at what the server did for it.
+def measure(server: Server, planned: Planned, item: Input, method: Method, best: int = 0) -> Result:
+    """Score a text and look at what the server did for it; ``best`` as of ``client.score``.
 
     Raises
     ------
@@ -77,6 +77,7 @@ def measure(server: Server, planned: Planned, item: Input, method: Method) -> Re
             server.checked.model,
             item.ids,
             method,
+            best=best,
             before_again=lambda: void(settle(server)),
         )
         check(scored.values, len(item.ids), "its log-probs")

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from scipy import stats
 
+from ppl.between import Between, between, half_interval, reached
+
 ArrayF8 = NDArray[np.float64]
 
 LEVEL = 0.05
@@ -49,9 +51,16 @@ Figure = Annotated[float, BeforeValidator(_number)]
 
 
 class Tost(_Frozen):
-    """Two one-sided t tests of text means against -margin and margin, in nats.
+    """Two one-sided tests of text means against -margin and margin, in nats.
 
-    ``low`` and ``high`` bound the 90 % interval; ``p`` is the larger of the two tests' values.
+    Attributes
+    ----------
+    spread, standard_error : over texts alone.
+    low, high : the 90 % interval, with the error of launches where it is known.
+    p : the smallest one-sided level at which the interval of that level lies inside the margin.
+    launches : what launches do; None where no server was launched again, and the interval then
+        holds for these launches alone.
+
     """
 
     margin: float
@@ -62,16 +71,53 @@ class Tost(_Frozen):
     low: Figure
     high: Figure
     p: float
+    launches: Between | None = None
+
+    @property
+    def half_of_texts(self) -> float:
+        """Half the 90 % interval over texts alone, as if launches did nothing to all alike."""
+        if self.texts < 2:  # noqa: PLR2004 - no spread
+            return math.inf
+        return float(stats.t.isf(LEVEL, self.texts - 1)) * self.standard_error
+
+    @property
+    def half_of_launches(self) -> float:
+        """Half the 90 % interval of these texts over launches alone; 0 where it isn't known."""
+        if self.launches is None:
+            return 0.0
+        return float(stats.t.isf(LEVEL, self.launches.degrees)) * self.launches.error
 
 
-def tost(means: Sequence[float] | ArrayF8, margin: float) -> Tost:
+def tost(means: Sequence[float] | ArrayF8, margin: float, launches: Between | None = None) -> Tost:
     """Test whether the mean over texts lies inside (-margin, margin).
 
-    Where all texts have the same mean the interval is that value. One text has no interval.
+    With the standard error s over n texts and t(k) the 95 % quantile of Student's t with k degrees
+    of freedom, half the 90 % interval is t(n - 1) s over texts alone. That holds nothing of what a
+    launch does to all texts alike: with launches, it is ::
+
+        max(t(n - 1) s, sqrt(t(n - 1)^2 max(0, s^2 - w^2) + t(f)^2 e^2))
+
+    with e, f and w of ``ppl.between``. The root joins two independent errors, each with its own t
+    (Banerjee, Sankhya 22 (1960) 357-358: coverage is at least nominal whatever their ratio, since
+    the distribution of a squared normal number is concave); s^2 - w^2 leaves out of s what e holds
+    already. So a one-sided test keeps 5 % where launches do nothing, where they do nothing to
+    single texts, and where the route does the same to every text; in between it does so in
+    simulations (``tests/ppl/test_levels.py``). Normal errors of one spread in both arms are
+    assumed.
+
+    Launches of equal bits (e = 0) leave the interval over texts as it is. Where all texts have the
+    same mean and launches do nothing the interval is that value. One text has no interval.
     """
     x = np.asarray(means, dtype=np.float64)
     mean = math.fsum(x) / len(x)
-    if len(x) > 1 and np.ptp(x) > 0:
+    moved = launches is not None and launches.error > 0
+    if moved and len(x) > 1:
+        assert launches is not None
+        spread = float(np.std(x, ddof=1)) if np.ptp(x) > 0 else 0.0
+        error = spread / math.sqrt(len(x))
+        half = half_interval(LEVEL, error, len(x), launches)
+        p = reached(margin - abs(mean), error, len(x), launches)
+    elif len(x) > 1 and np.ptp(x) > 0:
         lower = stats.ttest_1samp(x, -margin, alternative="greater")
         upper = stats.ttest_1samp(x, margin, alternative="less")
         p = max(float(lower.pvalue), float(upper.pvalue))
@@ -91,6 +137,7 @@ def tost(means: Sequence[float] | ArrayF8, margin: float) -> Tost:
         low=mean - half,
         high=mean + half,
         p=p,
+        launches=launches,
     )
 
 
@@ -129,18 +176,46 @@ def bootstrap(means: Sequence[float] | ArrayF8, seed: int = 0) -> tuple[float, f
     return float(done.confidence_interval.low), float(done.confidence_interval.high)
 
 
-def detectable_shift(means: Sequence[float] | ArrayF8) -> float | None:
-    """Return the smallest mean shift that the texts could have shown: sqrt(7.85 s^2 / n) nats."""
+def detectable_shift(
+    means: Sequence[float] | ArrayF8, launches: Between | None = None
+) -> float | None:
+    """Return the smallest mean shift that the texts could have shown: sqrt(7.85 s^2 / n) nats.
+
+    Launches add their variance, less what the spread over texts holds of it: with e and w of
+    ``ppl.between`` sqrt(7.85 max(s^2 / n, s^2 / n - w^2 + e^2)). Normal quantiles: with few
+    launches it takes more.
+    """
     x = np.asarray(means, dtype=np.float64)
     if len(x) < 2:  # noqa: PLR2004 - no spread
         return None
-    return math.sqrt(DETECTABLE * float(np.var(x, ddof=1)) / len(x))
+    variance = float(np.var(x, ddof=1)) / len(x)
+    if launches is not None:
+        own = max(0.0, variance - launches.shared**2)
+        variance = max(variance, own + launches.error**2)
+    return math.sqrt(DETECTABLE * variance)
 
 
-def leave_one_out(means: Sequence[float], margin: float) -> list[Tost]:
-    """Return the test without each text in turn; nothing where fewer than two would be left."""
+def leave_one_out(
+    means: Sequence[float], margin: float, arms: Sequence[ArrayF8] = ()
+) -> list[Tost]:
+    """Return the test without each text in turn; nothing where fewer than two would be left.
+
+    Parameters
+    ----------
+    arms : as of ``ppl.between``; nothing where launches don't count.
+
+    """
     x = list(means)
-    return [tost(x[:i] + x[i + 1 :], margin) for i in range(len(x))] if len(x) > 2 else []  # noqa: PLR2004
+    if len(x) <= 2:  # noqa: PLR2004
+        return []
+    return [
+        tost(
+            x[:i] + x[i + 1 :],
+            margin,
+            between([np.delete(a, i, axis=1) for a in arms]) if arms else None,
+        )
+        for i in range(len(x))
+    ]
 
 
 def holm(p: Sequence[float]) -> list[float]:

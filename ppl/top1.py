@@ -1,15 +1,15 @@
 """Arg-maxes: whether both arms rank the same token first, and by how much each flip was decided.
 
-They are optional. A result whose server was asked for them has a file of them beside its array,
-which its record names in ``response["top"]``: ids ``[rows, k]`` int32, then log-probabilities
-``[rows, k]`` float32, little-endian, best first. Two (k = 2) give the margin of the first over the
-second; one gives the flips alone.
+They are optional (``bytegate ppl run --top1``). A result whose server was asked for them has a file
+of them beside its array, which its record names in ``response["top"]``: ids ``[rows, k]`` int32,
+then log-probabilities ``[rows, k]`` float32, little-endian, best first. Two (k = 2) give the margin
+of the first over the second; one gives the flips alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from ppl.errors import PplError
 from ppl.evidence import Flip, PplEvidence, TopAgreement
 from ppl.runs import Run
 from ppl.store import MOST, Floats, Record, Store, Stored
+from ppl.verdict import Verdict, exit_code
 
 SHOWN = 20
 """Flips listed for a text; all of them are in tokens.parquet."""
@@ -103,6 +104,28 @@ def load(store: Store, record: Record) -> Top | None:
     ids = np.frombuffer(data[:half], "<i4").reshape(-1, k)
     logprobs = np.frombuffer(data[half:], "<f4").reshape(-1, k)
     return _check(Top(ids, logprobs), record.rows, what)
+
+
+def decided(so_far: Verdict, found: Sequence[TopAgreement]) -> Verdict:
+    """Return a verdict that knows of flips: equal scores with another arg-max aren't IDENTICAL.
+
+    The scores of a text's own tokens can't tell what a server would say next in their place.
+    """
+    flipped = sum(t.rows - t.agreeing for t in found)
+    if so_far.word != "IDENTICAL" or not flipped:
+        return so_far
+    margins = [t.largest_margin_nats for t in found if t.largest_margin_nats is not None]
+    by = f", by up to {max(margins):.3g} nats" if margins else ""
+    rows = sum(t.rows for t in found)
+    of = f"the arg-max of {flipped:,} of {rows:,} rows"
+    why = f"every scored token is bit-equal, but {of} isn't the same{by}"
+    return so_far.model_copy(
+        update={
+            "word": "EQUIVALENT",
+            "exit_code": exit_code("EQUIVALENT", so_far.claim),
+            "reasons": (why,),
+        }
+    )
 
 
 def agreements(made: PplEvidence, found: Stored) -> list[TopAgreement]:

@@ -34,11 +34,11 @@ def amiss(records: Sequence[Record]) -> tuple[str, ...]:
             names = ", ".join(_name(run) for run in lacking)
             wrong.append(f"text {text}: no result of {names}")
         wrong += [
-            f"text {text}: {what} differs between runs"
+            f"text {text}: {what} between runs"
             for what, values in (
-                ("ids", {r.key.ids_sha256 for r in mine}),
-                ("length", {r.rows for r in mine}),
-                ("plan", {(r.exposed_from, r.budget) for r in mine}),
+                ("ids differ", {r.key.ids_sha256 for r in mine}),
+                ("length differs", {r.rows for r in mine}),
+                ("plan differs", {(r.exposed_from, r.budget) for r in mine}),
             )
             if len(values) > 1
         ]

@@ -9,7 +9,7 @@ from scipy import stats
 
 from equiv.errors import ExitCode
 from ppl.errors import PplError
-from ppl.stats import LEVEL, Noise, Tost
+from ppl.stats import Noise, Tost
 
 Claim = Literal["identical", "equivalent"]
 Word = Literal["INVALID", "IDENTICAL", "WITHIN_NOISE", "EQUIVALENT", "INCONCLUSIVE", "DIFFERENT"]
@@ -122,17 +122,19 @@ def _by_interval(
             "INCONCLUSIVE",
             f"one text has no interval (mean {test.mean:.3g} nats): score more texts",
         )
+    margin, middle, half = test.margin, abs(test.mean), test.half_of_texts
+    if middle - half > margin:
+        return _outside(test, launches)
     interval = f"the 90 % interval [{test.low:.3g}, {test.high:.3g}] nats"
-    margin = test.margin
-    if test.low > margin or test.high < -margin:
-        return _outside(test, launches, interval)
     if not (-margin < test.low and test.high < margin):
-        why = f"{interval} crosses +-{margin:.3g}: score more texts"
         apart = noise is not None and noise.distinguishable
-        return "INCONCLUSIVE", why, *((f"not identical: {APART}",) if apart else ())
-    inside = f"{interval} lies inside +-{margin:.3g}{_moved(test, launches)}"
+        crosses = f"{interval} crosses +-{margin:.3g}: {_more(test)}"
+        return "INCONCLUSIVE", crosses, *((f"not identical: {APART}",) if apart else ())
+    inside = f"{interval} lies inside +-{margin:.3g}"
     if noise is None:
         why = "neither noise nor identity can be claimed without a relaunch"
+        if test.launches is None:
+            inside += ", of these launches alone: what a launch does to all texts isn't in it"
         return ("EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"), inside, why
     if noise.distinguishable:
         return "EQUIVALENT", inside, APART
@@ -143,26 +145,27 @@ def _by_interval(
     )
 
 
-def _moved(test: Tost, launches: tuple[float, int] | None) -> str:
-    """Say that launches move the mean too far for the interval over texts to be the whole error."""
-    if launches is None:
-        return ""
-    half = float(stats.t.isf(LEVEL, launches[1])) * launches[0]
-    if abs(test.mean) + half < test.margin:
-        return ""
+def _more(test: Tost) -> str:
+    """Say of what more is needed: launches where theirs is the greater error, else texts."""
+    of_launches = test.half_of_launches
+    if of_launches <= test.half_of_texts:
+        return "score more texts"
+    degrees = test.launches.degrees if test.launches is not None else 0
     return (
-        f", which holds no error of launches: theirs alone is +-{half:.2g} nats (90 %), too wide "
-        "for this margin; launch both servers more often"
+        f"launch both servers more often (launches alone are +-{of_launches:.2g} nats, {degrees} "
+        f"degrees of freedom; texts alone +-{test.half_of_texts:.2g})"
     )
 
 
-def _outside(
-    test: Tost, launches: tuple[float, int] | None, interval: str
-) -> tuple[Word, *tuple[str, ...]]:
+def _outside(test: Tost, launches: tuple[float, int] | None) -> tuple[Word, *tuple[str, ...]]:
+    """Decide where the interval over texts lies outside: what launches explain is held apart."""
+    half = test.half_of_texts
+    low, high = test.mean - half, test.mean + half
+    interval = f"the 90 % interval over texts [{low:.3g}, {high:.3g}] nats"
     why = f"{interval} lies outside +-{test.margin:.3g}"
     if launches is None:
         return "DIFFERENT", why, "no server was launched again: what launches do is unknown"
-    beyond = min(abs(test.low), abs(test.high)) - test.margin
+    beyond = abs(test.mean) - half - test.margin
     explained = float(stats.t.isf(LAUNCH_LEVEL / 2, launches[1])) * launches[0]
     if launches[0] > 0 and beyond <= explained:
         less = f"by less than launches alone can explain ({beyond:.3g} of {explained:.3g} nats)"

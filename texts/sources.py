@@ -18,6 +18,9 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".text")
 """Files that are read of a folder; a file that is named is read whatever it is called."""
 OPTIONS = ("config", "split", "column", "revision", "data_files", "take", "skip", "characters")
 
+TELLING = ("config", "column", "revision", "data_files", "characters")
+"""Options that choose other rows under the same split and number: a digest of them ends the id."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -46,12 +49,16 @@ def documents(specs: Iterable[str], manifest: Manifest | None = None) -> Iterato
 
     """
     known = manifest or builtin()
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for spec in specs:
         for document in _documents(spec, known):
             if document.id in seen:
-                raise TextError(f"two texts are called {document.id!r}; rename one of the files")
-            seen.add(document.id)
+                what = "leave one of them out" if spec == seen[document.id] else "rename one"
+                raise TextError(
+                    f"two texts are called {document.id!r}, of {seen[document.id]} and of {spec}: "
+                    f"{what}"
+                )
+            seen[document.id] = spec
             yield document
 
 
@@ -90,7 +97,9 @@ def _data_set(spec: str) -> Iterator[Document]:
     name, _, query = spec.removeprefix(SCHEME).partition("?")
     given = {k: v[-1] for k, v in parse_qs(query, keep_blank_values=True).items()}
     unknown = sorted(set(given) - set(OPTIONS))
-    if unknown or not name:
+    if not name:
+        raise TextError(f"{spec}: no data set is named; expected {SCHEME}NAME?split=test&take=3")
+    if unknown:
         raise TextError(f"{spec}: unknown option {unknown}; expected {', '.join(OPTIONS)}")
     take, skip, characters = (
         _number(spec, given, key, default)
@@ -105,7 +114,7 @@ def _data_set(spec: str) -> Iterator[Document]:
         for i, row in enumerate(itertools.islice(rows, skip, skip + take)):
             found += 1
             text = _cell(spec, row, column)
-            place = f"{name}-{given.get('split', 'train')}-{skip + i}"
+            place = f"{name}-{given.get('split', 'train')}-{skip + i}{_tag(given)}"
             yield Document(place, place, spec, text, cache.sha256(text.encode()))
     except TextError:
         raise
@@ -114,6 +123,12 @@ def _data_set(spec: str) -> Iterator[Document]:
         raise TextError(f"{spec}: {type(e).__name__}: {words}") from None
     if found < take:
         raise TextError(f"{spec}: {found} documents of {characters:,} characters, expected {take}")
+
+
+def _tag(given: dict[str, str]) -> str:
+    """Return what tells rows apart that a name, split and number don't; empty where they do."""
+    told = [f"{k}={given[k]}" for k in TELLING if k in given]
+    return f"-{cache.sha256(chr(0).join(told).encode())[:8]}" if told else ""
 
 
 def _number(spec: str, given: dict[str, str], key: str, default: int) -> int:

@@ -75,6 +75,7 @@ class Options:
     ranks: int = 2
     dcp: int = 0
     silent: int = 0
+    max_logprobs: int = 20
 
 
 @dataclass
@@ -289,6 +290,9 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:  # noqa: C901 - a serve
                 untouched = [{"untouched": True, "problems": []}] * o.ranks
                 route = body["method"] == "bytegate_route"
                 self.answer({"results": fake.tallies() if route else untouched})
+            elif body.get("prompt_logprobs", 0) > o.max_logprobs:
+                most = f"which is greater than max allowed: {o.max_logprobs}"
+                self.refuse(400, f"Requested prompt logprobs of {body['prompt_logprobs']}, {most}")
             elif self.path == "/v1/completions":
                 self.answer(completion(body, fake.score(body["prompt"])))
             elif self.path == "/inference/v1/generate" and o.scale_out:
@@ -315,11 +319,24 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:  # noqa: C901 - a serve
     return Handler
 
 
+def best(own: int, value: Any, k: int) -> dict[str, Any]:
+    """Return the k best tokens: one in five is the row's own, whose entry takes its rank."""
+    if not k:
+        return {}
+    others = [(own + n, value * np.float32(n / 8)) for n in range(1, k + 1)]
+    if own % 5 == 0:
+        others = [(own, value), *((i, value * np.float32(2)) for i, _ in others[1:])]
+    return {
+        str(i): {"logprob": float(v), "rank": rank} for rank, (i, v) in enumerate(others, start=1)
+    }
+
+
 def completion(body: dict[str, Any], values: Any) -> dict[str, Any]:
     """Return an answer of ``/v1/completions``."""
     ids = body["prompt"]
     scored = zip(ids[1:], values, strict=True)
-    rows = [{str(i): {"logprob": float(v), "rank": 1}} for i, v in scored]
+    k = body["prompt_logprobs"]
+    rows = [{str(i): {"logprob": float(v), "rank": 9}, **best(i, v, k)} for i, v in scored]
     usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": 0}}
     choice = {"token_ids": [0], "prompt_token_ids": ids, "prompt_logprobs": [None, *rows]}
     return {"choices": [choice], "usage": usage}

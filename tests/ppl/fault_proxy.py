@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from fake_vllm import _Server
+from fake_vllm import _Server, log_probs
 
 Change = Callable[["Proxy", str, bytes, bytes, int], tuple[bytes, int]]
 """Of a proxy, a path, the request's body, the answer's body and its code."""
@@ -101,6 +101,46 @@ def _repeated(
     for i, value in enumerate(found):
         value["logprob"] = kept[i % len(kept)]
     return json.dumps(body).encode(), code
+
+
+def _one_text_of_others(
+    _: Proxy, path: str, asked: bytes, answer: bytes, code: int
+) -> tuple[bytes, int]:
+    """Score the text that begins with 1 from other ids, under the ids and keys that were sent."""
+    if path != SCORES or code != 200:
+        return answer, code
+    ids = json.loads(asked)["prompt"]
+    body = json.loads(answer)
+    if ids[0] == ord("1"):
+        others = log_probs([i + 1 for i in ids])
+        for value, other in zip(_values(body["choices"][0]), others, strict=True):
+            value["logprob"] = float(other)
+    return json.dumps(body).encode(), code
+
+
+def _ranked(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows whose own token isn't among the two best that were asked for."""
+    return [row for row in choice["prompt_logprobs"][1:] if row is not None and len(row) == 3]
+
+
+def _swap_best(choice: dict[str, Any], _: int) -> None:
+    """Have the second best token first, and the first second: no score moves."""
+    for row in _ranked(choice)[::50]:
+        own, first, second = row
+        found = list(row.values())
+        row.clear()
+        row |= {own: found[0], second: found[1], first: found[2]}
+
+
+def _first_is_not_best(choice: dict[str, Any], n: int) -> None:
+    for row in _ranked(choice)[:1] if n > 6 else ():
+        first, second = list(row.values())[1:]
+        first["logprob"], second["logprob"] = second["logprob"], first["logprob"]
+
+
+def _no_ranks(choice: dict[str, Any], n: int) -> None:
+    for row in _ranked(choice) if n > 6 else ():
+        del row[list(row)[1]]
 
 
 def _only_calls(_: Proxy, path: str, _asked: bytes, answer: bytes, code: int) -> tuple[bytes, int]:
@@ -211,6 +251,10 @@ FAULTS: dict[str, Change] = {
     "null row": _edit(_null_row),
     "no log-probs": _edit(_no_log_probs),
     "other ids": _edit(_other_ids),
+    "best tokens swapped": _edit(_swap_best),
+    "first isn't best": _edit(_first_is_not_best),
+    "best tokens lacking": _edit(_no_ranks),
+    "one text of other ids": _one_text_of_others,
     "rounded": _edit(_round),
     "rounded to float32": _edit(_round_to_float32),
     "16 bits": _edit(_sixteen_bits),

@@ -26,7 +26,7 @@ BURSTS: tuple[Run, ...] = tuple(
 ALONE: tuple[Run, ...] = (("stock", 1, 1), ("fused", 1, 1))
 
 
-def stored(folder: Path, change: Change, runs: tuple[Run, ...]) -> Path:
+def stored(folder: Path, change: Change, runs: tuple[Run, ...], ids: str = "0") -> Path:
     """Store what bursts of some texts gave, as a run does."""
     store = Store(folder)
     for text in range(TEXTS):
@@ -36,7 +36,7 @@ def stored(folder: Path, change: Change, runs: tuple[Run, ...]) -> Path:
                 change(text, run, base(text)),
                 key=Key(
                     text=f"text{text}",
-                    ids_sha256="0" * 64,
+                    ids_sha256=ids * 64,
                     tokens=401,
                     model="simulated",
                     arguments=(),
@@ -146,6 +146,16 @@ def test_one_burst_of_stock_is_no_floor(tmp_path: Path) -> None:
     made = judged(tmp_path, rounding(0.5), (("stock", 1, 1), ("fused", 1, 1)))
     assert (made.word, made.floor_nats) == ("INCONCLUSIVE", None)
     assert any("give --bursts at least 2" in r for r in made.reasons)
+
+
+def test_bursts_of_other_ids_are_invalid(tmp_path: Path) -> None:
+    alone = stored(tmp_path / "alone", lambda _text, _run, values: values, ALONE, ids="1")
+    folder = stored(tmp_path / "burst", lambda _text, _run, values: values, BURSTS)
+    found = judge.stored([alone])
+    made = of_burst.judged([folder], found, claim="identical", margin=None)
+    assert made is not None
+    assert made.word == "INVALID"
+    assert made.reasons[0] == "text text0: ids differ between a burst and the same text alone"
 
 
 def test_how_many_bursts_it_takes() -> None:

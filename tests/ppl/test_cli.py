@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from equiv.command import run_app
-from ppl import bench, evidence
+from ppl import bench, evidence, judge
 from ppl.cli import ppl_app
 from ppl.errors import PplError
 from ppl.simulate import RUNS, base
@@ -119,6 +119,43 @@ def test_bad_usage_is_one_line_and_exit_2(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_a_report_stands_beside_its_results_and_spares_those_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def compare(*words: object) -> int:
+        return run_app(ppl_app, ["compare", *map(str, words)], "bytegate ppl")
+
+    for name, shift in (("a", 0.0), ("b", 3e-4)):
+        fill(tmp_path / name, "stock")
+        fill(tmp_path / name, "fused", shift)
+    assert compare("a") == 0
+    assert evidence.read(tmp_path / "a" / "compare" / "ppl.json").verdict == "IDENTICAL"
+    assert not (tmp_path / "out").exists()
+    before = (tmp_path / "a" / "compare" / "ppl.json").read_bytes()
+    capsys.readouterr()
+    for out, held in (("a/compare", "the report of other"), ("a", "the results of another")):
+        assert compare("b", "--out", out) == 2
+        assert f"{out} holds {held}" in capsys.readouterr().err
+    assert (tmp_path / "a" / "compare" / "ppl.json").read_bytes() == before
+    assert not (tmp_path / "a" / "ppl.json").exists()
+    assert compare("b", "--out", "elsewhere") == compare("b", "--out", "b") == 1
+    assert compare("a", "--claim", "equivalent") == 0  # of the same results
+    (tmp_path / "elsewhere" / "ppl.json").write_text("{", encoding="utf-8")
+    assert compare("b", "--out", "elsewhere") == 2
+
+
+def test_results_that_no_run_stored_are_not_covered_by_name(tmp_path: Path) -> None:
+    fill(tmp_path, "stock")
+    fill(tmp_path, "fused")
+    made = judge.compare_stored([tmp_path])
+    assert made.verdict == "IDENTICAL"
+    assert made.not_covered[0].startswith(
+        "whether the results are whole: 40 of 40 are without a run.json"
+    )
 
 
 def test_folders_that_overlap(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_without_a_relaunch_noise_is_not_claimed() -> None:
 
     made = results(change, runs=(("stock", 1, 1), ("fused", 1, 1)))
     assert decide(made).verdict == "INCONCLUSIVE"
-    assert decide(made, "equivalent").verdict == "EQUIVALENT"
+    alone = decide(made, "equivalent")
+    assert alone.verdict == "EQUIVALENT"
+    assert "of these launches alone" in alone.decided.reasons[0]
 
 
 def test_noise_of_launches_is_within_noise() -> None:
@@ -105,6 +107,15 @@ def test_three_margins_on_exposed_tokens_are_different_and_the_control_says_so()
 def test_wide_intervals_are_inconclusive() -> None:
     made = decide(noisy(3, Noise(launch_of_text=2e-3)), margin=1e-4)
     assert (made.verdict, made.exit_code) == ("INCONCLUSIVE", 3)
+    rng = np.random.default_rng(3)
+    apart = {t: np.float32(rng.standard_normal() * 2e-3) for t in range(10)}
+
+    def change(text: int, run: compare.Run, values: Floats) -> Floats:
+        values[BUDGET:] -= apart[text] * np.float32(run[0] == "fused")
+        return np.minimum(values, 0)
+
+    made = decide(results(change), margin=1e-4)
+    assert made.decided.reasons[0].endswith("crosses +-0.0001: score more texts")
 
 
 def test_the_largest_difference_and_its_place() -> None:
@@ -147,7 +158,7 @@ def altered(which: compare.Run, **facts: Any) -> Results:
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"ids_sha256": "1" * 64}, "text text1: ids differs between runs"),
+        ({"ids_sha256": "1" * 64}, "text text1: ids differ between runs"),
         ({"model": "other"}, "model differ"),
         ({"arguments": ("--enable-prefix-caching",)}, "arguments differ"),
         ({"versions": {"vllm": "1"}}, "versions differ"),
@@ -242,13 +253,39 @@ def test_rows_in_another_order_are_invalid_though_their_mean_is_the_same() -> No
     )
 
 
-def test_an_interval_without_the_error_of_launches_says_so() -> None:
-    wide = decide(noisy(3, Noise(launch_of_text=5e-6, launch=1e-4)), "equivalent", margin=4e-4)
-    assert wide.verdict == "WITHIN_NOISE"
-    assert "holds no error of launches" in wide.decided.reasons[0]
-    narrow = decide(noisy(5, Noise(launch_of_text=5e-6, launch=1e-6)), "equivalent", margin=4e-4)
-    assert narrow.verdict == "WITHIN_NOISE"
-    assert "launches" not in narrow.decided.reasons[0]
+@pytest.mark.parametrize("runs", [RUNS[2:], RUNS[2:3], RUNS[1:2], RUNS[:1]])
+def test_one_text_scored_from_other_ids_is_invalid_by_name(runs: tuple[compare.Run, ...]) -> None:
+    def change(text: int, run: compare.Run, values: Floats) -> Floats:
+        return base(77) if text == 4 and run in runs else values
+
+    made = decide(results(change), "equivalent")
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    arm, launch, repeat = next(r for r in RUNS[1:] if (r in runs) != (RUNS[0] in runs))
+    says = f"text text4: {arm} launch {launch} repeat {repeat} is scored from other ids than stock"
+    assert made.decided.reasons[0].startswith(says)
+    assert all(r.startswith("text text4: ") for r in made.decided.reasons)
+
+
+def test_roundings_of_untouched_rows_are_no_other_ids() -> None:
+    rng = np.random.default_rng(1)
+
+    def change(_text: int, _run: compare.Run, values: Floats) -> Floats:
+        values += rng.standard_normal(len(values)).astype(np.float32) * np.float32(0.13)
+        return np.minimum(values, 0)
+
+    def flat(_text: int, _run: compare.Run, values: Floats) -> Floats:
+        noise = rng.standard_normal(len(values)) * 1e-4  # a model whose weights say nothing
+        return np.asarray(-np.log(2048) + noise, np.float32)
+
+    for one in (change, flat):
+        assert decide(results(one), "equivalent").verdict in {"INCONCLUSIVE", "WITHIN_NOISE"}
+
+
+@pytest.mark.parametrize("which", RUNS)
+def test_one_text_whose_ids_are_recorded_as_others_is_invalid(which: compare.Run) -> None:
+    made = decide(altered(which, ids_sha256="1" * 64), "equivalent")
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    assert made.decided.reasons[0] == "text text1: ids differ between runs"
 
 
 def test_values_that_rounding_exchanges_near_zero_are_no_other_order() -> None:

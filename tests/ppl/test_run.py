@@ -21,6 +21,7 @@ from fault_proxy import Proxy
 
 from equiv.command import run_app
 from ppl import evidence, judge, preflight, runner, tokens
+from ppl import top1 as argmax
 from ppl.cli import ppl_app
 from ppl.errors import PplError, Stale
 from ppl.evidence import PplEvidence
@@ -158,6 +159,7 @@ FAULTS = {
     "null row": "null in row 39",
     "no log-probs": "no prompt log-probs (null)",
     "other ids": "answered for other token ids",
+    "one text of other ids": "is scored from other ids than stock launch 1 repeat 1",
     "rounded": "rounds log-probs",
     "one in 5 fails": "refused with HTTP 500: dropped by the proxy",
     "stale": "answered for other token ids",
@@ -579,6 +581,96 @@ def test_a_run_may_go_on_without_a_file_that_is_not_there(
         made = runner.run(replace(given, without_broken=True), Pace(log))
     assert made.verdict == "IDENTICAL"
     assert any(r.startswith("WITHOUT text") and "nosuch.txt" in r for r in made.decided.reasons)
+
+
+# -- arg-maxes --------------------------------------------------------------------------
+
+
+def test_arg_maxes_are_stored_and_agree(fake: Start, texts: Path, tmp_path: Path) -> None:
+    """The clean twin of the faults below."""
+    stock, fused = (fake(route=a, fault="none", scale_out=True) for a in ("stock", "fused"))
+    made = go(stock, fused, texts, tmp_path / "out", top1=True)
+    assert (made.verdict, made.exit_code) == ("IDENTICAL", 0), made.decided
+    assert made.run is not None
+    assert made.run.method == "prompt_logprobs"
+    assert [t.text for t in made.top1] == [t.text for t in made.texts]
+    assert all(t.rows == t.agreeing == t.noise_agreeing for t in made.top1)
+    assert not any("top-1" in x for x in made.not_covered)
+    store, record = judge.stored([tmp_path / "out"])["text0.txt", ("fused", 1, 2)]
+    top = argmax.load(store, record)
+    assert top is not None
+    assert top.ids.shape == (record.rows, 2)
+    assert top.margins is not None
+    assert (top.margins > 0).all()
+    plain = go(stock, fused, texts, tmp_path / "plain")
+    assert plain.top1 == []
+    assert plain.inputs_sha256 == made.inputs_sha256
+    assert not list((tmp_path / "plain").rglob("*.top"))
+    with pytest.raises(Stale, match="top1"):
+        go(stock, fused, texts, tmp_path / "plain", top1=True)
+
+
+@pytest.mark.parametrize(("claim", "code"), [("identical", 1), ("equivalent", 0)])
+def test_best_tokens_that_are_swapped_are_told_though_no_score_moves(
+    claim: str, code: int, fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", fault="best tokens swapped")
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out", top1=True, claim=claim)
+    assert (made.verdict, made.exit_code) == ("EQUIVALENT", code)
+    assert made.decided.reasons[0].startswith(
+        "every scored token is bit-equal, but the arg-max of "
+    )
+    for t in made.top1:
+        assert t.agreeing < t.rows == t.noise_agreeing
+        assert t.flips
+        assert all(f.stock_margin_nats == f.fused_margin_nats > 0 for f in t.flips)
+        assert all((f.stock_id, f.fused_id) == (f.fused_id - 1, f.stock_id + 1) for f in t.flips)
+    assert go(fake(route="stock"), fused, texts, tmp_path / "plain").verdict == "IDENTICAL"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("first isn't best", "the token that is ranked first isn't the most probable one"),
+        ("best tokens lacking", "hasn't the 2 best tokens: the arg-max isn't given"),
+    ],
+)
+def test_arg_maxes_that_can_not_be_are_invalid(
+    fault: str, says: str, fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", fault=fault)
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out", top1=True)
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    assert any(says in r for r in made.decided.reasons), made.decided.reasons
+    assert go(fake(route="stock"), fused, texts, tmp_path / "plain").verdict == "IDENTICAL"
+
+
+def test_a_server_that_gives_no_arg_max_is_not_covered_by_name(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    fused = fake(route="fused", max_logprobs=1)
+    made = go(fake(route="stock"), fused, texts, tmp_path / "out", top1=True)
+    assert (made.verdict, made.top1) == ("IDENTICAL", [])
+    why = "top-1 agreement: fused: refused with HTTP 400: Requested prompt logprobs of 2"
+    assert any(x.startswith(why) for x in made.not_covered), made.not_covered
+    assert "top-1 agreement: both arms gave arg-maxes of 0 of 4 texts" in made.not_covered
+    assert go(fake(route="stock"), fused, texts, tmp_path / "plain").not_covered != made.not_covered
+
+
+def test_a_run_whose_facts_were_deleted_is_invalid(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert go(fake(route="stock"), fake(route="fused"), texts, out).verdict == "IDENTICAL"
+    assert judge.compare_stored([out]).verdict == "IDENTICAL"
+    (out / "run.json").unlink()
+    (failed,) = (out / "scores").glob("text1*")
+    shutil.rmtree(failed)  # which nothing else would tell
+    made = judge.compare_stored([out])
+    assert (made.verdict, made.exit_code) == ("INVALID", 4)
+    (reason,) = made.decided.reasons
+    assert reason.startswith("12 results of a run without a run.json: what else was asked for")
+    assert not any(x.startswith("whether the results are whole") for x in made.not_covered)
 
 
 def test_compare_takes_what_the_run_stated_and_says_what_was_stated_late(

@@ -141,6 +141,24 @@ def test_a_fault_between_real_servers_and_the_client(
     assert any(says in r for r in made.decided.reasons), made.decided
 
 
+@pytest.mark.parametrize(
+    ("fault", "word"), [("none", "IDENTICAL"), ("best tokens swapped", "EQUIVALENT")]
+)
+def test_arg_maxes_of_real_servers(
+    fault: str, word: str, pair: dict[str, Any], tmp_path: Path
+) -> None:
+    between = proxy(pair["fused"].url, fault)
+    try:
+        addresses = ["--stock", pair["stock"].url, "--fused", between.url]
+        made = run(tmp_path, *addresses, *few(), "--top1", code=None)
+    finally:
+        between.close()
+    assert made.verdict == word, made.decided
+    assert len(made.top1) == len(made.texts)
+    assert all((t.agreeing == t.rows) == (fault == "none") for t in made.top1)
+    assert all(t.noise_agreeing == t.rows for t in made.top1)
+
+
 def test_real_servers_without_dev_mode(pair: dict[str, Any], tmp_path: Path) -> None:
     between = {arm: proxy(server.url, "no dev mode") for arm, server in pair.items()}
     addresses = ["--stock", between["stock"].url, "--fused", between["fused"].url]

@@ -28,10 +28,28 @@ def test_bad_names_are_one_line(tmp_path: Path) -> None:
         list(documents(["nope"]))
     with pytest.raises(TextError, match="has no file of"):
         list(documents([str(tmp_path)]))
+    for spec in ("hf://", "hf://?split=test"):
+        with pytest.raises(TextError, match="no data set is named; expected hf://NAME"):
+            list(documents([spec]))
     with pytest.raises(TextError, match="unknown option"):
         list(documents(["hf://x?splitt=a"]))
     with pytest.raises(TextError, match="take='many': expected a number"):
         list(documents(["hf://x?take=many"]))
+
+
+def test_two_data_sets_of_one_name_have_ids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "texts.sources._stream", lambda _spec, _name, given: [{"text": str(given), "body": "b"}]
+    )
+    options = ("data_files=a", "data_files=b", "config=a", "revision=a", "column=body", "")
+    made = list(documents([f"hf://json?{o}" for o in (*options, "characters=1")]))
+    assert len({d.id for d in made}) == 7
+    assert made[5].id == "json-train-0"
+    again = next(documents(["hf://json?data_files=a"]))
+    assert again.id == made[0].id
+    twice = r"two texts are called 'json-train-0', of hf://json and of hf://json: leave one"
+    with pytest.raises(TextError, match=twice):
+        list(documents(["hf://json"] * 2))
 
 
 def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +62,7 @@ def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [d.text for d in documents([f"{spec}&take=2"])] == [r["text"] for r in rows[:2]]
     made = list(documents([f"{spec}&characters=100&skip=1"]))
     assert [d.text for d in made] == [rows[2]["text"]]
-    assert made[0].id == "json-train-1"
+    assert made[0].id.startswith("json-train-1-")
     with pytest.raises(TextError, match="no text in column 'body'; columns are text"):
         list(documents([f"{spec}&column=body"]))
     with pytest.raises(TextError, match="3 documents of 1 characters, expected 9"):

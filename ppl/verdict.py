@@ -134,7 +134,9 @@ def _by_interval(
     if noise is None:
         why = "neither noise nor identity can be claimed without a relaunch"
         if test.launches is None:
+            # What a launch does to all texts isn't in the interval: no level can be kept.
             inside += ", of these launches alone: what a launch does to all texts isn't in it"
+            return "INCONCLUSIVE", inside, f"{why}, nor equivalence"
         return ("EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"), inside, why
     if noise.distinguishable:
         return "EQUIVALENT", inside, APART

@@ -62,7 +62,7 @@ KERNEL_LIBRARY = re.compile(r"_C\w*(\.abi3|\.cpython-[\w-]+)?\.so\Z|flashinfer")
 """Files that hold kernels of vLLM and its kin, by name."""
 
 RUNTIME_LIBRARY = re.compile(
-    r"lib(torch_cuda|torch_cpu|cudart|cublas|cudnn|nvrtc|triton|mkl_rt|openblas|gomp|iomp5)\b"
+    r"lib(torch_cuda|torch_cpu|cudart|cublas|cudnn|nccl|nvrtc|triton|mkl_rt|openblas|gomp|iomp5)\b"
 )
 """Shared libraries that compute or launch, by name."""
 

@@ -156,7 +156,7 @@ class Group:
         until = time.monotonic() + limit
         bad = False
         while left:
-            ready = wait(list(left), max(0.0, until - time.monotonic()))
+            ready: list[Any] = wait(list(left), max(0.0, until - time.monotonic()))
             if not ready:
                 silent = ", ".join(str(rank) for rank in left.values())
                 word = "rank" if len(left) == 1 else "ranks"
@@ -164,7 +164,7 @@ class Group:
                     told = Result("ranks", f"{word} {silent} gave no answer in {limit:.0f} s")
                     found[min(left.values())] = told
                 break
-            for end in ready:  # type: Any
+            for end in ready:
                 rank = left.pop(end)
                 try:
                     found[rank] = end.recv()

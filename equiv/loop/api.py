@@ -244,9 +244,9 @@ def _run_lanes(
     served = tuple(lane for lane in options.lanes if lane not in lanes.APART)
     others = tuple(lane for lane in options.lanes if lane in lanes.APART)
     done, worst = isolate.run_lanes(replace(options, lanes=served), progress)
-    more, _ = campaign.run_lanes(replace(options, lanes=others), progress)
+    more, worst_apart = campaign.run_lanes(replace(options, lanes=others), progress)
     by_name = {lane.lane: lane for lane in (*done, *more)}
-    return [by_name[name] for name in options.lanes if name in by_name], worst
+    return [by_name[name] for name in options.lanes if name in by_name], max(worst, worst_apart)
 
 
 def default_lanes(device: str, devices: int = 0) -> tuple[str, ...]:

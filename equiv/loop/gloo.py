@@ -15,7 +15,9 @@ CASES = {
 BACKEND = ranks.Backend("gloo", "gloo")
 
 
-def lane(options: Options, progress: campaign.Progress = campaign.silent) -> evidence.Lane:
+def lane(
+    options: Options, progress: campaign.Progress = campaign.silent
+) -> tuple[evidence.Lane, float]:
     """Run the lane ``gloo``: cases of the ragged lane on real ranks."""
     counts = CASES[options.profile.name]
     least = {f"D={size}": min(count, 8) for size, count in counts.items()}

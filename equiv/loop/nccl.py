@@ -116,6 +116,8 @@ def plan(options: Options) -> ranks.RanksPlan:
     )
 
 
-def lane(options: Options, progress: campaign.Progress = campaign.silent) -> evidence.Lane:
+def lane(
+    options: Options, progress: campaign.Progress = campaign.silent
+) -> tuple[evidence.Lane, float]:
     """Run the lane ``nccl``; NOT COVERED on a host with fewer devices than its smallest group."""
     return ranks.run_lane(BACKEND, options, plan(options), progress)

@@ -330,7 +330,7 @@ def _gathered(case: LoopCase, pack: Callable[..., Any], served: Result) -> tuple
         if gathers != served.chunks:
             return f"{route}: {gathers} collectives for {served.chunks} context chunks", "not_run"
         if found != served.output_hash:
-            return f"{route}: real ranks give other bytes than served ones", "divergence"
+            return f"{route}: real ranks give other bytes than served ones", "collective"
     return "", ""
 
 
@@ -345,14 +345,21 @@ def run_lane(
     options: Options,
     plan: RanksPlan,
     progress: campaign.Progress = campaign.silent,
-) -> evidence.Lane:
-    """Run a lane on real ranks, one size of group after another."""
+) -> tuple[evidence.Lane, float]:
+    """Run a lane on real ranks, one size of group after another.
+
+    Returns
+    -------
+    What it did, and the largest share of its bound that any result used.
+
+    """
     start = time.monotonic()
     statuses: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     findings: list[evidence.Finding] = []
     missing = list(plan.missing)
     compared = drawn = 0
+    worst = 0.0
     total = sum(map(len, plan.cases.values()))
     for size, cases in plan.cases.items():
         enumerated = len(cases) - plan.drawn.get(size, 0)
@@ -365,6 +372,7 @@ def run_lane(
                     drawn += number >= enumerated
                     kinds.update({*result.kinds, *plan.kinds(placed)})
                     compared += size * result.bytes_compared
+                    worst = max(worst, result.worst)
                     progress(options.name, backend.lane, statuses.total(), total)
                     if result.failed:
                         after = statuses.total()
@@ -379,7 +387,7 @@ def run_lane(
             if kinds[kind] < needed
         ]
     cases_run = statuses.total()
-    return lane_of(
+    lane = lane_of(
         backend.lane,
         start,
         cases=cases_run,
@@ -396,6 +404,7 @@ def run_lane(
         bound=1 - 0.05 ** (1 / drawn) if drawn and not findings else None,
         findings=findings,
     )
+    return lane, worst
 
 
 def _finding(

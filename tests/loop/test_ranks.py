@@ -43,11 +43,12 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_gloo(options: Options = OPTIONS) -> Any:
     cases = {2: harmless.draw(options, 4, ranks=(2,))}
-    return ranks.run_lane(gloo.BACKEND, options, ranks.RanksPlan(cases, {2: 4}, {"D=2": 4}))
+    return ranks.run_lane(gloo.BACKEND, options, ranks.RanksPlan(cases, {2: 4}, {"D=2": 4}))[0]
 
 
 def test_real_ranks_give_the_served_bytes() -> None:
-    (lane,), _ = campaign.run_lanes(OPTIONS)
+    (lane,), worst = campaign.run_lanes(OPTIONS)
+    assert 0 < worst < 1
     assert (lane.state, lane.findings, lane.missing) == ("passed", [], [])
     assert lane.equal == lane.cases == lane.drawn == 36
 
@@ -64,7 +65,7 @@ def test_a_gather_in_another_order_shows_on_real_ranks_and_not_where_peers_are_s
     assert lane.state == state
     if state == "failed":
         (found,) = lane.findings
-        assert found.kind == "divergence"
+        assert found.kind == "collective"
         assert found.detail == "rank 1, without it: real ranks give other bytes than served ones"
         assert found.repro == "bytegate loop --lane gloo --profile dev --seed 0"
     served, _ = campaign.run_lanes(replace(OPTIONS, lanes=("ragged", "fp8"), draws=30))
@@ -80,7 +81,7 @@ def test_the_nccl_lane_runs_what_it_is_for_on_as_many_devices_as_there_are(
     if patch:
         resolve(f"kvroute.faults.rank_faults:{patch}")()
     said: list[tuple[str, int, int]] = []
-    lane = nccl.lane(OPTIONS, lambda _, name, done, total: said.append((name, done, total)))
+    lane, _ = nccl.lane(OPTIONS, lambda _, name, done, total: said.append((name, done, total)))
     assert lane.left_out == ["D = 8 on NCCL ranks: the host has 5 devices", nccl.LEFT_OUT]
     if patch:
         assert (lane.state, len(lane.findings)) == ("failed", 2)
@@ -104,7 +105,7 @@ def test_a_lane_that_did_not_reach_12_heads_is_not_covered(
     monkeypatch.setattr(nccl, "known", lambda *_: iter(()))
     plan = nccl.plan(OPTIONS)
     whole = {f"D=2 at real sizes and H={nccl.HEADS}": 8}
-    lane = ranks.run_lane(ON_CPU, OPTIONS, replace(plan, least={**plan.least, **whole}))
+    lane, _ = ranks.run_lane(ON_CPU, OPTIONS, replace(plan, least={**plan.least, **whole}))
     assert lane.state == "not covered"
     assert "D=2 at real sizes and H=12: 0 of 8 cases" in lane.missing
 
@@ -120,7 +121,7 @@ def test_a_host_without_enough_devices_is_not_covered_by_name(
     have: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "devices", lambda: have)
-    lane = nccl.lane(OPTIONS)
+    lane, _ = nccl.lane(OPTIONS)
     assert (lane.state, lane.cases, lane.missing) == ("not covered", 0, [why])
     assert "nccl" not in api.default_lanes("cuda:0", have)
     assert f"nccl: {why}" in api.not_covered([], "cuda:0")
@@ -226,7 +227,7 @@ def test_a_group_that_does_not_come_up_is_not_covered_with_the_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine on which it can't")
     cases = {2: [CASE]}
-    lane = ranks.run_lane(backend, OPTIONS, ranks.RanksPlan(cases, {}, {"D=2": 1}))
+    lane, _ = ranks.run_lane(backend, OPTIONS, ranks.RanksPlan(cases, {}, {"D=2": 1}))
     assert (lane.state, lane.cases) == ("not covered", 0)
     assert lane.missing[0].startswith("D = 2: the group didn't come up: rank 0: ")
 

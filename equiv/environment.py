@@ -282,6 +282,17 @@ def _cpu_model() -> str:
     return _cpuinfo("model name", "CPU part") or platform.processor() or "unknown"
 
 
+def machine() -> dict[str, Any]:
+    """Return the models of CPU and GPUs, as far as the system tells them without starting CUDA."""
+    return {"cpu": probe(_cpu_model), "gpus": probe(_gpu_models)}
+
+
+def _gpu_models(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    texts = [p.read_text(encoding="utf-8") for p in sorted(root.glob("*/information"))]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("Model:")]
+    return [line.partition(":")[2].strip() for line in lines]
+
+
 def _isa() -> list[str]:
     there = set(_cpuinfo("flags", "Features").split())
     return [f for f in ISA_FLAGS if f in there]

@@ -2,7 +2,7 @@
 
 ``faults.partial.json`` is written whole after each job and taken away when ``faults.json`` is
 there. A later run takes from it what was made of the same things: sources, versions, variables,
-device, profile, seed and amounts.
+machine, device, profile, seed and amounts.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def key_of(options: Options, **amounts: int) -> dict[str, Any]:
         "pack": options.name,
         "lanes": list(options.lanes),
         "amounts": amounts,
+        "machine": environment.machine(),
         "versions": environment.versions(),
         "flags": environment.flags(),
         "sources": environment.suite()["sources_sha256"],

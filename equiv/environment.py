@@ -62,7 +62,7 @@ KERNEL_LIBRARY = re.compile(r"_C\w*(\.abi3|\.cpython-[\w-]+)?\.so\Z|flashinfer")
 """Files that hold kernels of vLLM and its kin, by name."""
 
 RUNTIME_LIBRARY = re.compile(
-    r"lib(torch_cuda|torch_cpu|cudart|cublas|cudnn|nvrtc|triton|mkl_rt|openblas|gomp|iomp5)\b"
+    r"lib(torch_cuda|torch_cpu|cudart|cublas|cudnn|nccl|nvrtc|triton|mkl_rt|openblas|gomp|iomp5)\b"
 )
 """Shared libraries that compute or launch, by name."""
 
@@ -280,6 +280,17 @@ def _cpuinfo(*keys: str) -> str:
 
 def _cpu_model() -> str:
     return _cpuinfo("model name", "CPU part") or platform.processor() or "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """Return the models of CPU and GPUs, as far as the system tells them without starting CUDA."""
+    return {"cpu": probe(_cpu_model), "gpus": probe(_gpu_models)}
+
+
+def _gpu_models(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    texts = [p.read_text(encoding="utf-8") for p in sorted(root.glob("*/information"))]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("Model:")]
+    return [line.partition(":")[2].strip() for line in lines]
 
 
 def _isa() -> list[str]:

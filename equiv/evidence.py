@@ -232,6 +232,8 @@ class FaultsEvidence:
     started: str
     seconds: float
     command: str
+    resumed: list[str] = field(default_factory=list)
+    """What an earlier run, which was ended, had done and kept: numbers, and ``false alarms``."""
     schema: str = "bytegate.faults"
     schema_version: int = SCHEMA_VERSION
     validated: bool = field(default=False)

@@ -170,11 +170,12 @@ def run_loop(
     for lane in request.lanes:
         if lane not in lanes.LANES:
             raise UsageError(f"unknown lane {lane!r}: expected one of {', '.join(lanes.LANES)}")
-        if lane in lanes.CPU_ONLY and (request.device or "cpu") != "cpu":
-            raise UsageError(f"lane {lane!r} runs on the CPU alone: leave --device out")
+    if request.device is not None:
+        _check_device(request.lanes, request.device)
     profile = profile_of(request.profile or default_name())
     evidence.check_folder(request.out)
     device, stand_ins = prepare(request.device, request.patches)
+    _check_device(request.lanes, device)
     pack, any_dims = load_pack(request.pack, device)
     options = campaign.Options(
         pack=pack,
@@ -182,7 +183,7 @@ def run_loop(
         device=device,
         profile=profile,
         seed=seed_of(profile, request.seed),
-        lanes=tuple(dict.fromkeys(request.lanes)) or default_lanes(device),
+        lanes=tuple(dict.fromkeys(request.lanes)) or default_lanes(device, _devices(device)),
         patches=request.patches,
         any_dims=any_dims,
     )
@@ -220,21 +221,41 @@ def run_loop(
     return made
 
 
+def _check_device(names: Sequence[str], device: str) -> None:
+    """Raise ``UsageError`` for a lane that the device doesn't have."""
+    for lane in names:
+        if lane in lanes.CPU_ONLY and device != "cpu":
+            raise UsageError(f"lane {lane!r} runs on the CPU alone: leave --device out")
+        if lane in lanes.CUDA_ONLY and device == "cpu":
+            raise UsageError(f"lane {lane!r} runs on CUDA devices alone: give --device cuda there")
+
+
+def _devices(device: str) -> int:
+    """Return how many devices ranks can have, one each; the CPU's share theirs and count as 0."""
+    from equiv.loop import nccl
+
+    return 0 if device == "cpu" else nccl.devices()
+
+
 def _run_lanes(
     options: campaign.Options, progress: campaign.Progress
 ) -> tuple[list[evidence.Lane], float]:
     """Run the lanes: those that start no processes of their own in one that may be lost."""
-    served = tuple(lane for lane in options.lanes if lane not in lanes.CPU_ONLY)
-    others = tuple(lane for lane in options.lanes if lane in lanes.CPU_ONLY)
+    served = tuple(lane for lane in options.lanes if lane not in lanes.APART)
+    others = tuple(lane for lane in options.lanes if lane in lanes.APART)
     done, worst = isolate.run_lanes(replace(options, lanes=served), progress)
-    more, _ = campaign.run_lanes(replace(options, lanes=others), progress)
+    more, worst_apart = campaign.run_lanes(replace(options, lanes=others), progress)
     by_name = {lane.lane: lane for lane in (*done, *more)}
-    return [by_name[name] for name in options.lanes if name in by_name], worst
+    return [by_name[name] for name in options.lanes if name in by_name], max(worst, worst_apart)
 
 
-def default_lanes(device: str) -> tuple[str, ...]:
-    """Return the lanes that a device runs."""
-    left_out = () if device == "cpu" else lanes.CPU_ONLY
+def default_lanes(device: str, devices: int = 0) -> tuple[str, ...]:
+    """Return the lanes that a device runs; ``nccl`` where ``devices`` are enough for a group."""
+    from equiv.loop import nccl
+
+    left_out: tuple[str, ...] = lanes.CUDA_ONLY if device == "cpu" else lanes.CPU_ONLY
+    if devices < min(nccl.SIZES):
+        left_out += lanes.CUDA_ONLY
     return tuple(lane for lane in lanes.LANES if lane not in left_out)
 
 
@@ -259,10 +280,14 @@ def judge(
 
 def not_covered(done: Sequence[evidence.Lane], device: str) -> list[str]:
     """Name what this run didn't reach."""
+    from equiv.loop import nccl
+
     lines = [f"{lane.lane}: {m}" for lane in done for m in (*lane.missing, *lane.left_out)]
     left = [lane for lane in lanes.LANES if lane not in {x.lane for x in done}]
     if left:
         lines.append(f"lanes not run: {', '.join(left)}")
+    if device != "cpu" and "nccl" in left and (why := nccl.lacking()):
+        lines.append(f"nccl: {why}")
     lines.append(
         "what stands around the loop, compared with no reference here: forward_mha's merge of "
         "context and new tokens, decode, and what MLACommonMetadataBuilder.build hands on"

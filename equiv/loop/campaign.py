@@ -305,6 +305,15 @@ def silent(candidate: str, lane: str, done: int, total: int) -> None:
     del candidate, lane, done, total
 
 
+def _apart(lane: str, options: Options, progress: Progress) -> tuple[evidence.Lane, float]:
+    """Run a lane that starts processes of its own."""
+    from equiv.loop import engine, gloo, nccl
+
+    if lane == "engine":
+        return engine.lane(options), 0.0
+    return {"gloo": gloo.lane, "nccl": nccl.lane}[lane](options, progress)
+
+
 def run_lanes(options: Options, progress: Progress = silent) -> tuple[list[evidence.Lane], float]:
     """Run every lane.
 
@@ -329,10 +338,10 @@ def run_lanes(options: Options, progress: Progress = silent) -> tuple[list[evide
     found, worst = [], 0.0
     dims = "small" if options.any_dims else "real"
     for lane in options.lanes:
-        if lane in ("gloo", "engine"):
-            from equiv.loop import engine, gloo
-
-            found.append({"gloo": gloo.lane, "engine": engine.lane}[lane](options))
+        if lane in lanes.APART:
+            done, share = _apart(lane, options, progress)
+            found.append(done)
+            worst = max(worst, share)
             continue
         one = LaneRun(lanes.plan(lane, base, dims=dims), options, progress)
         found.append(one.go())

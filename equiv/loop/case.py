@@ -26,7 +26,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 SCALES = ("1", "0.07", "3.7")
 CACHES = ("auto", "fp8")
 PROJECTIONS = ("plain", "fp8")
-LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo", "engine")
+LANES = ("edges", "ragged", "fp8", "real", "strides", "gloo", "engine", "nccl")
 """All lanes, in the order in which they run."""
 VLLM_ROWS = 65_536
 """Workspace rows that vLLM takes at most for itself; a context chunk has as many tokens."""

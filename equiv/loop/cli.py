@@ -98,6 +98,9 @@ def faults(
             min=0, help="Cases drawn in each lane of the false-alarm run; 0 leaves that run out."
         ),
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Faults, and the false-alarm run, side by side.")
+    ] = 1,
 ) -> None:
     """Plant L01 to L14 in vLLM: each must be caught, and nothing clean or harmless flagged."""
     from equiv.command import command_line
@@ -111,6 +114,7 @@ def faults(
         seed=seed,
         out=out,
         clean_cases=clean_cases,
+        jobs=jobs,
         command=command_line(),
     )
     with Progress() as progress:

@@ -36,10 +36,10 @@ def confirm(done: Sequence[evidence.Lane], options: Options) -> list[evidence.La
     names = tuple(lane.lane for lane in done)
     found = []
     for index, lane in enumerate(done):
-        if lane.lane in lanes.CPU_ONLY:  # their commands run the lane
+        if lane.lane in lanes.APART:  # their commands run the lane
             found.append(lane)
             continue
-        ran = tuple(name for name in names[: index + 1] if name not in lanes.CPU_ONLY)
+        ran = tuple(name for name in names[: index + 1] if name not in lanes.APART)
         again = [_confirmed(finding, options, ran) for finding in lane.findings]
         found.append(dataclasses.replace(lane, findings=again))
     return found

@@ -7,19 +7,23 @@ campaign of its own.
 
 from __future__ import annotations
 
-import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from equiv import environment, evidence
 from equiv.errors import ExitCode, UsageError
 from equiv.loop import api, campaign, case, harmless
+from equiv.loop.children import in_child, side_by_side
+from equiv.loop.kept import ALARMS, Kept, key_of
 from equiv.loop.run import run
 from equiv.profiles import profile_of, seed_of
+from equiv.stopping import as_interrupt
 
 LANES = ("edges", "ragged", "fp8", "strides")
 """Lanes that a fault is looked for in, in this order."""
@@ -36,7 +40,7 @@ NO_ALARMS: dict[str, Any] = {"alarms": [], "candidates": {}, "worst_share": 0.0}
 
 @dataclass(frozen=True)
 class LoopFaultsRequest:
-    """What was asked for on the command line."""
+    """What was asked for on the command line; ``jobs`` is how many faults run side by side."""
 
     only: tuple[str, ...] = ()
     profile: str | None = None
@@ -44,6 +48,7 @@ class LoopFaultsRequest:
     seed: int | None = None
     out: Path = Path("out/loop-faults")
     clean_cases: int | None = None
+    jobs: int = 1
     command: str = "bytegate loop faults"
 
 
@@ -52,6 +57,9 @@ def run_faults(
     progress: campaign.Progress = campaign.silent,
 ) -> evidence.FaultsEvidence:
     """Run the faults and the false alarms; write ``faults.json`` and ``faults.xml``.
+
+    What is done is kept in ``faults.partial.json`` meanwhile; a run that is started again goes on
+    from there.
 
     Raises
     ------
@@ -84,15 +92,32 @@ def run_faults(
         first_only=True,
         draws=DRAWS,
     )
-    rows = []
-    wanted = request.only or tuple(LOOP_TITLES)
-    for index, number in enumerate(wanted):
-        progress(number, "faults", index, len(wanted))
-        rows.append(fault_row(number, LOOP_TITLES[number], options))
+    wanted = tuple(dict.fromkeys(request.only)) or tuple(LOOP_TITLES)
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
-    alarms = NO_ALARMS | (
-        in_child(_false_alarms, options, cases, progress=progress) if cases else {}
-    )
+    kept = Kept(request.out, key_of(options, clean=cases, twin=TWIN_CASES, draws=DRAWS))
+    jobs: dict[str, Callable[[], Any]] = {
+        number: partial(fault_row, number, LOOP_TITLES[number], options) for number in wanted
+    }
+    if cases:
+        alone = {ALARMS: partial(in_child, _false_alarms, options, cases)}
+        jobs = {**alone, **jobs} if request.jobs > 1 else {**jobs, **alone}  # the longest first
+    total = len(jobs)
+    jobs = {name: work for name, work in jobs.items() if name not in kept}
+    ended = total - len(jobs)
+
+    def begun(name: str) -> None:
+        progress(name, "faults", ended, total)
+
+    def done(name: str, result: Any) -> None:
+        nonlocal ended
+        kept.add(name, result)
+        ended += 1
+        progress(name, "faults", ended, total)
+
+    with as_interrupt(signal.SIGTERM, signal.SIGHUP):
+        side_by_side(jobs, request.jobs, begun=begun, done=done)
+    rows = [kept.row(number) for number in wanted]
+    alarms = NO_ALARMS | (kept.alarms() if cases else {})
     alarms["stand_ins"] = stand_ins
     alarms["cases"] = sum(alarms["candidates"].values())
     bad = any(row.outcome != "caught" for row in rows) or bool(alarms["alarms"])
@@ -110,11 +135,13 @@ def run_faults(
         started=started.isoformat(timespec="seconds"),
         seconds=round(time.monotonic() - start, 3),
         command=request.command,
+        resumed=[name for name in kept.before if name in {*wanted, ALARMS}],
     )
     from equiv import junit
 
     evidence.write(request.out / "faults.json", made)
     evidence.write_text(request.out / "faults.xml", junit.of_faults(made))
+    kept.forget()
     return made
 
 
@@ -227,39 +254,3 @@ def _planted(faulty: str, one: case.LoopCase, pack: Callable[..., Any]) -> dict[
 
     resolve(faulty)()
     return {"failed": run(one, pack).failed}
-
-
-def in_child(work: Callable[..., dict[str, Any]], *arguments: Any, **_: Any) -> dict[str, Any]:
-    """Run ``work`` in a forked process, so that what it changes ends with it.
-
-    Raises
-    ------
-    RuntimeError
-        When the process dies or the work raises.
-
-    """
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-
-    def body() -> None:
-        import torch
-
-        try:
-            if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - there is no public way to ask
-                raise RuntimeError("CUDA was in use before the fork, so it can't be used after it")
-            theirs.send(("done", work(*arguments)))
-        except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
-            theirs.send(("failed", f"{type(error).__name__}: {error}"))
-
-    process = context.Process(target=body)
-    process.start()
-    theirs.close()
-    try:
-        state, value = ours.recv()
-    except EOFError:
-        state, value = "failed", "the process died"
-    process.join()
-    if state == "failed":
-        raise RuntimeError(f"{getattr(work, '__name__', 'work')}: {value}")
-    found: dict[str, Any] = value
-    return found

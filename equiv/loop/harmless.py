@@ -88,12 +88,13 @@ def draw(
     options: Options,
     count: int = CASES,
     ranks: tuple[int, ...] = lanes.RANKS,
+    lane: str = "ragged",
 ) -> list[LoopCase]:
-    """Return drawn cases of the ragged lane."""
+    """Return drawn cases of the lane ``ragged`` or ``fp8``."""
     dtype = "fp32" if options.any_dims else "bf16"
-    base = LoopCase("ragged", 2, 0, 1, 16, 1, 32, ((1, 1),), dtype=dtype, device=options.device)
+    base = LoopCase(lane, 2, 0, 1, 16, 1, 32, ((1, 1),), dtype=dtype, device=options.device)
     dims = "small" if options.any_dims else "real"
-    plan = lanes.plan("ragged", base, dims=dims, ranks=ranks)
+    plan = lanes.plan(lane, base, dims=dims, ranks=ranks)
     found: list[LoopCase] = []
 
     def see(case: LoopCase) -> bool:

@@ -90,10 +90,10 @@ class _Child:
         self.at = ""
         self.cases = 0
         # CUDA doesn't survive a fork; elsewhere a fork saves the import of vLLM and keeps patches.
-        self.forked = not _cuda_in_use()
+        self.forked = not cuda_in_use()
         context: Any = multiprocessing.get_context("fork" if self.forked else "spawn")
         self.end, theirs = context.Pipe()
-        sent = options if self.forked else dataclasses.replace(options, pack=_nothing)
+        sent = options if self.forked else parcel(options)
         self.process: Any = context.Process(target=_work, args=(theirs, sent, self.forked))
         self.process.start()
         theirs.close()
@@ -168,7 +168,8 @@ class _Child:
         self.end.close()
 
 
-def _cuda_in_use() -> bool:
+def cuda_in_use() -> bool:
+    """Whether this process has started CUDA, which a forked one can't take over."""
     import torch
 
     return bool(torch.cuda.is_initialized())
@@ -185,7 +186,7 @@ def _work(end: Connection, options: Options, forked: bool) -> None:  # noqa: FBT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process
     try:
         if not forked:
-            options = _again(options)
+            options = again(options)
         options = dataclasses.replace(options, watch=lambda case: end.send(("case", str(case))))
         for lane in options.lanes:
             one = dataclasses.replace(options, lanes=(lane,))
@@ -201,7 +202,13 @@ def _work(end: Connection, options: Options, forked: bool) -> None:  # noqa: FBT
         end.send(("error", BytegateError(f"the loop layer failed: {error!r}")))
 
 
-def _again(options: Options) -> Options:
+def parcel(options: Options) -> Options:
+    """Return options that can be sent to a process that wasn't forked: ``again`` opens them."""
+    return dataclasses.replace(options, pack=_nothing, watch=None)
+
+
+def again(options: Options) -> Options:
+    """Make this process able to run the loop as the one that sent the options, patches included."""
     from equiv.loop import api
     from equiv.pairs import add_checkout_paths
 

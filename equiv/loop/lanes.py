@@ -137,14 +137,14 @@ def ragged(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopC
 
 
 @st.composite
-def quantised(draw: Draw, base: LoopCase) -> LoopCase:
+def quantised(draw: Draw, base: LoopCase, groups: tuple[int, ...] = RANKS) -> LoopCase:
     """Draw a case with an fp8 cache or a forced fp8 prefill, or both."""
     cache, fp8 = draw(st.sampled_from([("fp8", 0), ("fp8", 1), ("auto", 1)]))
     dtype = draw(st.sampled_from(SIXTEEN_BIT if fp8 else dtypes(base)))
     scale = draw(st.sampled_from(SCALES)) if cache == "fp8" else "1"
     proj = draw(st.sampled_from(("plain", "fp8"))) if fp8 else "plain"
     case = base.with_(dtype=dtype, cache=cache, fp8=fp8, k_scale=scale, proj=proj)
-    return draw(batches(draw(structures(case))))  # type: ignore[no-any-return]
+    return draw(batches(draw(structures(case, groups))))  # type: ignore[no-any-return]
 
 
 @st.composite
@@ -197,9 +197,13 @@ def edge_cases(base: LoopCase) -> Iterator[LoopCase]:
 
 
 LANES = cases.LANES
-"""All lanes, in the order in which they run; the last two have modules of their own."""
+"""All lanes, in the order in which they run; the last three have modules of their own."""
 CPU_ONLY = ("gloo", "engine")
 """Lanes that need the CPU's collectives or server; on a GPU real servers take their place."""
+CUDA_ONLY = ("nccl",)
+"""Lanes that need CUDA devices, one for each of several ranks."""
+APART = CPU_ONLY + CUDA_ONLY
+"""Lanes that start processes of their own, and whose findings are repeated by running them."""
 
 
 def plan(
@@ -215,7 +219,7 @@ def plan(
     ----------
     base : case whose pack, device and seed the lane's cases take.
     dims : head sizes of every lane but ``real``.
-    ranks : sizes of the group that ``ragged`` draws.
+    ranks : sizes of the group that ``ragged`` and ``fp8`` draw.
 
     """
     base = base.with_(lane=lane, dims=dims)
@@ -242,7 +246,7 @@ def plan(
         least |= {f"k_scale={scale}": 5 for scale in SCALES}
         draws = {"dev": 200, "gate": 1_000, "nightly": 20_000}
         left_out = ("caches of the kind fp8_ds_mla, whose gather is a CUDA op of its own",)
-        return Plan(lane, [], quantised(base), least, draws, left_out)
+        return Plan(lane, [], quantised(base, ranks), least, draws, left_out)
     if lane == "real":
         draws = {"dev": 40, "gate": 200, "nightly": 4_000}
         real = ragged(base.with_(dims="real"))

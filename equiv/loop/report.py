@@ -73,8 +73,9 @@ def verdict_sentence(made: LoopEvidence) -> str:
         lacking = ", ".join(x.lane for x in made.lanes if x.state == "not covered") or "every lane"
         return f"{head}no difference was found, and {lacking} lacks cases; {amount}"
     dense = ", and both inside the dense reference's bound" if _checked(made) else ""
-    every = default_lanes(made.device)
-    only = report.lanes_alone([x.lane for x in made.lanes], every)
+    ran = [x.lane for x in made.lanes]
+    every = dict.fromkeys((*default_lanes(made.device), *ran))
+    only = report.lanes_alone(ran, list(every))
     return f"{head}the bytes of the loop without it{dense}{only and f',{only}'}; {amount}"
 
 

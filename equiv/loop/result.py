@@ -9,8 +9,9 @@ from equiv.compare import Difference
 EQUAL, REFUSED = "equal", "refused"
 FINDINGS = {
     "divergence": "the loop gives other bytes with the pack than without it",
+    "collective": "the loop gives other bytes on real ranks than with served peers",
     "reference": "the loop lies outside the dense reference's bound",
-    "ranks": "two ranks' metadata disagree",
+    "ranks": "two ranks' metadata disagree, or a rank is lost in a collective",
     "plan": "fields of a context chunk contradict the requests or each other",
     "out_of_bounds": "a row beside the workspace was written",
     "input_changed": "the cache, the query, or what the pack was given was changed",

@@ -393,3 +393,14 @@ def test_the_hash_of_sources_follows_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "a" / "y.py").write_text("3")
     (tmp_path / "b.py").write_text("")
     assert len({first, renamed, sources_hash(tmp_path)}) == 3
+
+
+def test_the_machine_s_models_are_told_without_starting_cuda(tmp_path: Path) -> None:
+    for bus in ("0000:1b:00.0", "0000:43:00.0"):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(
+            "Model: \t\t NVIDIA H200\nIRQ: 3\nGPU UUID: GPU-0\n", encoding="utf-8"
+        )
+    assert environment._gpu_models(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
+    assert environment._gpu_models(tmp_path / "none") == []
+    assert environment.machine()["cpu"]

@@ -421,30 +421,6 @@ def test_bad_input_is_one_line(request_: api.LoopRequest, tmp_path: Path) -> Non
         api.run_loop(dataclasses.replace(request_, out=tmp_path))
 
 
-def test_real_ranks_give_the_served_bytes() -> None:
-    options = campaign.Options(cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("gloo",))
-    (lane,), _ = campaign.run_lanes(options)
-    assert (lane.state, lane.findings, lane.missing) == ("passed", [], [])
-    assert lane.equal == lane.cases > 0
-
-
-def test_real_ranks_find_a_gather_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
-    real = dist.all_gather_into_tensor
-
-    def reversed_ranks(output: Any, local: Any, group: Any = None) -> Any:
-        done = real(output, local, group=group)
-        output.copy_(torch.cat(output.split(local.shape[0])[::-1]))
-        return done
-
-    monkeypatch.setattr(dist, "all_gather_into_tensor", reversed_ranks)
-    options = campaign.Options(cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("gloo",))
-    (lane,), _ = campaign.run_lanes(options)
-    assert lane.state == "failed"
-    assert "other bytes than served ones" in lane.findings[0].detail
-
-
 def test_batches_through_the_real_engine_run_both_ways_with_equal_bytes() -> None:
     from equiv.loop import engine
 
@@ -485,7 +461,7 @@ def test_evidence_that_contradicts_itself_is_not_written(tmp_path: Path) -> None
 
 def test_every_lane_has_least_counts() -> None:
     base = LoopCase("x", 2, 0, 1, 16, 1, 32, ((1, 1),))
-    for lane in lanes.LANES[:-2]:
+    for lane in lanes.LANES[: -len(lanes.APART)]:
         assert lanes.plan(lane, base, dims="small").least
 
 
@@ -540,7 +516,7 @@ def test_a_pack_that_takes_the_process_with_it_is_a_finding_and_the_next_lane_ru
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr(isolate, "HANG_S", 8.0)
     monkeypatch.setattr(patience, "MOST", 1.0)
-    monkeypatch.setattr(isolate, "_cuda_in_use", lambda: not forked)
+    monkeypatch.setattr(isolate, "cuda_in_use", lambda: not forked)
     pack, _ = api.load_pack(f"bad_packs:{name}", "cpu")
     options = campaign.Options(
         pack, f"bad_packs:{name}", "cpu", profile_of("dev"), 0, ("real", "strides"), any_dims=False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from equiv import environment
-from ppl import burst, inputs, judge, order, transport
+from ppl import burst, emulation, inputs, judge, order, transport
 from ppl import facts as facts_of
 from ppl.client import Method
 from ppl.errors import PplError, Stale
@@ -82,7 +82,8 @@ class Session:
         self.pace = pace
         self.store = Store(options.out)
         self.servers: dict[Arm, Server] = {}
-        self.documents, self.left_out = inputs.documents(options, pace.say)
+        self.documents, left_out = inputs.documents(options, pace.say)
+        self.left_out = [*emulation.warnings(asked=options.emulate_fp8), *left_out]
         self.model = options.model
         self.source = self._source()
         asked = self._asked()
@@ -128,6 +129,8 @@ class Session:
             "workspace": o.workspace,
             "arguments": list(o.arguments),
         }
+        if o.emulate_fp8:
+            asked["emulate_fp8_prefill"] = True
         if isinstance(self.source, Attached):
             from texts.index import shown
 

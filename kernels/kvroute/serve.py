@@ -318,9 +318,7 @@ def _fp8_arguments(extra: Sequence[str]) -> dict[str, str]:
     if not given:
         found["--attention-config"] = json.dumps({quantize: True})
     elif quantize not in " ".join(extra):
-        raise RouteError(
-            f"{given[0]}: fp8 prefill emulation needs {quantize}: true in it as well"
-        )
+        raise RouteError(f"{given[0]}: fp8 prefill emulation needs {quantize}: true in it as well")
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """``e4m3(values / scale)``, as ``concat_and_cache_mla`` stores them: uint8 of the same shape."""
+    """``e4m3(values / scale)`` as uint8 of the same shape: what ``concat_and_cache_mla`` stores."""
     scaled = values.to(torch.float32) / scale.to(torch.float32)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -27,7 +27,7 @@ def make_do_kv_cache_update(original: Any) -> Any:
     """
 
     @functools.wraps(original)
-    def do_kv_cache_update(  # noqa: PLR0913, PLR0917
+    def do_kv_cache_update(
         self: Any,
         kv_c_normed: Tensor,
         k_pe: Tensor,

@@ -62,7 +62,7 @@ def make_forward_mqa(original: Any) -> Any:
             decode.seq_lens,
             scale=self.scale,
             rank=self.kv_lora_rank,
-            cache_scale=layer._k_scale,
+            cache_scale=layer._k_scale,  # noqa: SLF001 - where vLLM keeps it
         )
 
     return forward_mqa

@@ -6,8 +6,8 @@ says so; on Hopper and on a CPU it never does. Two things are replaced, each thr
 vLLM itself looks at:
 
 1. the class behind ``MLAPrefillBackendEnum.FLASH_ATTN`` (on a CPU ``CPU``), by vLLM's own
-   ``register_mla_prefill_backend``: a subclass that converts fp8 q, k and v to the model's dtype and
-   calls the ordinary backend (``kvroute.fp8.upcast``);
+   ``register_mla_prefill_backend``: a subclass that converts fp8 q, k and v to the model's dtype
+   and calls the ordinary backend (``kvroute.fp8.upcast``);
 2. ``backend_supports_prefill_query_quantization`` in ``mla_attention``: true once a layer has such
    a backend.
 
@@ -123,6 +123,6 @@ def check_layer(layer: Any) -> str:
     if config is not None and not config.attention_config.use_prefill_query_quantization:
         raise RouteError(
             "fp8 prefill emulation: vLLM keeps queries unquantized: give "
-            '--attention-config \'{"use_prefill_query_quantization": true}\''
+            "--attention-config '{\"use_prefill_query_quantization\": true}'"
         )
     return name

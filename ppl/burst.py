@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ppl import client, preflight, scoring
+from ppl import client, emulation, preflight, scoring
 from ppl.client import Scored
 from ppl.errors import PplError, Unreachable
 from ppl.facts import Arm
@@ -44,7 +44,10 @@ def score(session: Session, arm: Arm, launch: int, number: int) -> bool:
         return False
     for name, why in failed.items():
         s.failed((name, arm, launch, 0), f"in a burst of all texts: {why}")
-    wrong = _amiss(difference(before, after), packs=preflight.packs(after.route))
+    apart, packs = difference(before, after), preflight.packs(after.route)
+    wrong = _amiss(apart, packs=packs)
+    if not wrong and s.options.emulate_fp8:
+        wrong = "; ".join(emulation.unreached(apart, packs=packs))
     if wrong:
         s.failed(("all", arm, launch, 0), f"in a burst of all texts: {wrong}")
         return True

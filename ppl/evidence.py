@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from equiv import seal
 from equiv.evidence import write_text
+from ppl.emulation import MARK
 from ppl.errors import PplError
 from ppl.facts import RunFacts
 from ppl.stats import Noise, Tost
@@ -219,8 +220,21 @@ def contradictions(made: PplEvidence) -> list[str]:
     ]
     if made.run is not None and made.verdict != "INVALID" and made.run.reasons():
         wrong.append(f"{made.verdict}, and the run says {made.run.reasons()[0]!r}")
+    wrong += _unsaid(made)
     wrong += [f"{t.text}: ULP counts" for t in made.texts if sum(t.ulp.values()) != t.rows]
     return wrong
+
+
+def _unsaid(made: PplEvidence) -> list[str]:
+    """Name what an emulating run must say of itself and doesn't."""
+    if made.run is None or not made.run.emulates_fp8:
+        return []
+    lists = {"warnings": made.warnings, "reasons": made.decided.reasons}
+    return [
+        f"fp8 prefill was emulated, and the {name} don't say so"
+        for name, lines in lists.items()
+        if not any(x.startswith(MARK) for x in lines)
+    ]
 
 
 def write(path: Path, made: PplEvidence) -> None:

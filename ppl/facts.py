@@ -182,6 +182,11 @@ class RunFacts(_Frozen):
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
     )
 
+    @property
+    def emulates_fp8(self) -> bool:
+        """Whether its servers emulated fp8 prefill (``ppl.emulation``)."""
+        return bool(self.asked.get("emulate_fp8_prefill"))
+
     def reasons(self) -> list[str]:
         """Return all that makes the run invalid."""
         return [

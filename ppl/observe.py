@@ -21,6 +21,12 @@ Channel = Literal["collective_rpc", "metrics"]
 COUNTERS = ("calls", "chunks", "continuations", "packs", "pack_rows")
 """Counters of both channels, each of one rank."""
 RPC_ONLY = ("context_tokens",)
+FP8_ONLY = ("fp8_calls", "fp8_packs")
+"""Also of ``/collective_rpc``: calls and packs in fp8, planned where fp8 prefill is emulated."""
+EMULATED_BY = "fp8_prefill"
+"""Fact of a server that emulates fp8 prefill: the name of its backend."""
+FP8_KIND = ">float8_e4m3fn"
+"""End of the kind of a pack that converts to fp8."""
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -159,6 +165,8 @@ def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
         counts = {name: int(t[name]) for name in ("calls", "chunks", "continuations", "pack_rows")}
         counts["packs"] = sum(t["packs"].values())
         counts |= {name: int(t[name]) for name in RPC_ONLY}
+        counts["fp8_calls"] = int(t.get("fp8_calls", 0))  # none of an older plugin
+        counts["fp8_packs"] = sum(n for k, n in t["packs"].items() if k.endswith(FP8_KIND))
         ranks[int(t["rank"])] = Rank(counts, sum(t["layers"].values()))
     facts = {
         name: tallies[0].get(name)
@@ -167,6 +175,9 @@ def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
             *("requested", "vllm", "torch", "applied", "decode_tokens"),
         )
     }
+    backends = {t.get(EMULATED_BY) for t in tallies}
+    if backends != {None}:
+        facts[EMULATED_BY] = ", ".join(sorted(str(b or "one rank none") for b in backends))
     facts["kinds"] = sorted({kind for t in tallies for kind in t["packs"]})
     return {
         "ranks": ranks,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl import of_burst, verdict
+from ppl import emulation, of_burst, verdict
 from ppl.evidence import PplEvidence
 from ppl.facts import Instance, RunFacts
 from ppl.store import Stored
 
+LOUD = ("NO CONTINUATION", "WITHOUT", emulation.MARK)
+"""How warnings begin that a verdict may not be read without."""
 WORST = ("INVALID", "DIFFERENT", "INCONCLUSIVE")
 """Words of the concurrency arm that become the run's, worst first; others are only told."""
 
@@ -56,7 +58,7 @@ def complete(
         word = verdict.Verdict.model_validate({**decided.model_dump(), "word": burst.word}).word
         code = verdict.exit_code(word, claim)
         decided = decided.model_copy(update={"word": word, "exit_code": code, "reasons": reasons})
-    loud = tuple(w for w in warnings if w.startswith(("NO CONTINUATION", "WITHOUT")))
+    loud = tuple(w for w in warnings if w.startswith(LOUD))
     decided = decided.model_copy(update={"reasons": (*decided.reasons, *loud)})
     return made.model_copy(
         update={

@@ -45,6 +45,7 @@ class Options:
     arguments : vLLM's own, for both servers; of servers that are there, what the user states.
     route : of the fused arm.
     tp, dcp, workspace : as of ``bytegate serve``.
+    emulate_fp8 : both servers emulate fp8 prefill (``ppl.emulation``).
     one_at_a_time : launch the arms one after the other.
     texts : specifications as of ``texts.sources``; empty: the built-in ten.
     full : 30,000 to 36,000 tokens a text, and a long one.
@@ -67,6 +68,7 @@ class Options:
     tp: int = 2
     dcp: int = 2
     workspace: int | None = None
+    emulate_fp8: bool = False
     one_at_a_time: bool = False
     texts: tuple[str, ...] = ()
     without_broken: bool = False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ppl import burst, options, preflight, ready, scoring, validity
+from ppl import burst, emulation, options, preflight, ready, scoring, validity
 from ppl.errors import BadAnswer, PplError, Unreachable
 from ppl.facts import Arm, Instance
 from ppl.inputs import Input
-from ppl.observe import Snapshot
+from ppl.observe import Snapshot, difference
 from ppl.order import Phase, Step
 from ppl.plan import Configuration, request
 from ppl.preflight import Checked
@@ -112,6 +112,7 @@ class Work:
             launched=server.process is not None,
             wanted=s.route(server.arm),
             stated=stated,
+            emulate_fp8=s.options.emulate_fp8,
         )
         server.checked, server.snapshot = checked, checked.snapshot
         known = next((f for f in s.facts.servers if f.arm == server.arm), None)
@@ -155,7 +156,7 @@ class Work:
         assert s.planned is not None
         planned = request("warm-up", len(item.ids), s.planned.configuration)
         assert s.method is not None
-        scoring.settle(server)
+        before = scoring.settle(server)
         try:
             result = scoring.measure(server, planned, item, s.method)
         except (BadAnswer, Restarted) as e:
@@ -169,6 +170,12 @@ class Work:
         assert server.snapshot is not None
         seen = scoring.workspace_seen(server.snapshot, s.planned.configuration)
         wrong += [seen] if seen else []
+        packs = preflight.packs(server.snapshot.route)
+        if s.options.emulate_fp8:
+            wrong[:0] = emulation.unreached(difference(before, server.snapshot), packs=packs)
+        elif server.arm == "fused":
+            open_ = emulation.open_(server.snapshot)
+            s.note(not_covered=list(dict.fromkeys([*s.facts.not_covered, *open_])))
         server.warm = (item.ids, result.scored.values)
         if wrong:
             raise Stop(f"{server.arm}: {wrong[0]}", [f"{server.arm}, warm-up: {x}" for x in wrong])

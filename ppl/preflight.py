@@ -16,6 +16,7 @@ from typing import Any
 
 from equiv.environment import shortened
 from kvroute.faults import LOOP_TITLES
+from ppl import emulation
 from ppl.errors import BadAnswer, PplError
 from ppl.facts import Arm, ServerFacts
 from ppl.observe import Channel, Snapshot, find_channel, observe
@@ -101,6 +102,7 @@ def check(
     launched: bool,
     wanted: str | None,
     stated: Mapping[str, Any],
+    emulate_fp8: bool = False,
 ) -> Checked:
     """Look at one server.
 
@@ -108,6 +110,7 @@ def check(
     ----------
     wanted : the route that this arm must run; None: any but stock.
     stated : settings that the user states, by vLLM's names.
+    emulate_fp8 : whether it must emulate fp8 prefill; otherwise it must not.
 
     Raises
     ------
@@ -137,7 +140,9 @@ def check(
     if whole:
         whole |= flat({"env": info.get("vllm_env") or {}}) | flat({"machine": machine})
         whole = {k: v for k, v in whole.items() if not OWN.search(k)}
-    amiss += [f"{arm}: {x}" for x in (*_route(snapshot, wanted), *_ranks(snapshot, settings))]
+    wrong = [*_route(snapshot, wanted), *_ranks(snapshot, settings)]
+    wrong += emulation.amiss(snapshot, asked=emulate_fp8)
+    amiss += [f"{arm}: {x}" for x in wrong]
     open_ += _blanks(arm, snapshot, whole)
     untouched, problem = _untouched(endpoint, channel)
     if untouched is None:
@@ -284,6 +289,7 @@ def compare(stock: Checked, fused: Checked) -> tuple[list[str], list[str]]:
     ):
         if x != y:
             amiss.append(f"{what} differ: stock {x}, fused {y}")
+    amiss += emulation.between(a, b)
     if not (stock.whole and fused.whole):
         names = sorted(set(a.settings) & set(b.settings))
         open_.append(f"that all else of the configuration is equal: {', '.join(names)} are")

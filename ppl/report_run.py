@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from equiv.document import Table, counted
+from ppl import emulation
 from ppl.facts import Burst, RunFacts
+from ppl.observe import EMULATED_BY
 
 Fact = tuple[str, str | tuple[str]]
 Titled = tuple[str, Table]
@@ -18,6 +20,8 @@ def facts(run: RunFacts) -> list[Fact]:
         found.append(("scores by", run.method))
     if run.tokenizer:
         found.append(("token ids from", run.tokenizer))
+    if run.emulates_fp8:
+        found.append(("fp8 prefill", f"{emulation.MARK}: {_backends(run)}"))
     if run.order:
         found.append(("order", run.order))
     if run.configuration is not None:
@@ -37,6 +41,11 @@ def facts(run: RunFacts) -> list[Fact]:
     if run.burst is not None:
         found.append(("all texts at once", _burst(run.burst)))
     return found
+
+
+def _backends(run: RunFacts) -> str:
+    names = sorted({str(s.facts.get(EMULATED_BY)) for s in run.servers})
+    return f"attention in the model's dtype, by {', '.join(names) or 'no server that was seen'}"
 
 
 def _burst(burst: Burst) -> str:

@@ -55,6 +55,14 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     workspace: Annotated[
         int | None, typer.Option(min=1, help="Rows of the chunked-prefill workspace.")
     ] = None,
+    emulate_fp8_prefill: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--emulate-fp8-prefill",
+            help="Both servers: fp8 cache and prefill, attention by a backend that upcasts. "
+            "Evidence for the fp8 pack's bytes, not for an fp8 attention kernel.",
+        ),
+    ] = False,
     one_at_a_time: Annotated[  # noqa: FBT002
         bool, typer.Option("--one-at-a-time", help="Launch one server after the other, ABBA.")
     ] = False,
@@ -123,6 +131,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         tp=tp,
         dcp=dcp,
         workspace=workspace,
+        emulate_fp8=emulate_fp8_prefill,
         one_at_a_time=one_at_a_time,
         texts=tuple(texts or ()),
         without_broken=without_broken,

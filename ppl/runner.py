@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from equiv import environment
-from ppl import burst, inputs, judge, order, top1, transport
+from ppl import burst, emulation, inputs, judge, order, top1, transport
 from ppl import facts as facts_of
 from ppl.client import Best, Method
 from ppl.errors import PplError, Stale
@@ -82,7 +82,8 @@ class Session:
         self.pace = pace
         self.store = Store(options.out)
         self.servers: dict[Arm, Server] = {}
-        self.documents, self.left_out = inputs.documents(options, pace.say)
+        self.documents, left_out = inputs.documents(options, pace.say)
+        self.left_out = [*emulation.warnings(asked=options.emulate_fp8), *left_out]
         self.model = options.model
         self.source = self._source()
         asked = self._asked()
@@ -130,6 +131,8 @@ class Session:
             "arguments": list(o.arguments),
             **({"top1": True} if o.top1 else {}),  # runs of before it was an option go on
         }
+        if o.emulate_fp8:
+            asked["emulate_fp8_prefill"] = True
         if isinstance(self.source, Attached):
             from texts.index import shown
 

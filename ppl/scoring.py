@@ -15,7 +15,7 @@ from ppl import client, preflight
 from ppl.client import Method, Scored
 from ppl.errors import BadAnswer, PplError, Unreachable
 from ppl.inputs import Input
-from ppl.observe import Difference, Snapshot, difference, observe
+from ppl.observe import EMULATED_BY, FP8_ONLY, Difference, Snapshot, difference, observe
 from ppl.plan import Configuration, Planned
 from ppl.servers import Server
 from ppl.store import Floats, Observed, check
@@ -163,9 +163,12 @@ def _counted(server: Server, before: Snapshot) -> tuple[Snapshot, Difference]:
 
 
 def expected(
-    planned: Planned, layers: dict[int, int], *, packs: bool
+    planned: Planned, layers: dict[int, int], *, packs: bool, fp8: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Return what each rank must count for a text, in the order of ranks."""
+    """Return what each rank must count for a text, in the order of ranks.
+
+    Where fp8 prefill is emulated (``fp8``), every call and every pack of it is in fp8.
+    """
     ran = [s for s in planned.steps if s.context_chunks]
     context = sum(sum(s.context_chunks) for s in ran)
     chunks = sum(len(s.context_chunks) for s in ran)
@@ -177,6 +180,8 @@ def expected(
         "packs": chunks if packs else 0,
         "pack_rows": context if packs else 0,
     }
+    if fp8:
+        each |= {"fp8_calls": each["calls"], "fp8_packs": each["packs"]}
     return {name: tuple(n * layers[r] for r in sorted(layers)) for name, n in each.items()}
 
 
@@ -204,8 +209,10 @@ def _observed(
     wanted = {}
     counted = {}
     if server.layers and apart.counts:
-        wanted = expected(planned, server.layers, packs=preflight.packs(after.route))
+        fp8 = EMULATED_BY in after.facts
+        wanted = expected(planned, server.layers, packs=preflight.packs(after.route), fp8=fp8)
         told = sorted({name for counts in apart.counts.values() for name in counts})
+        told = [name for name in told if fp8 or name not in FP8_ONLY]
         counted = {
             name: tuple(apart.counts[r].get(name, -1) for r in sorted(apart.counts))
             for name in told

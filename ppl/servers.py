@@ -144,6 +144,7 @@ class Launched:
             dcp=o.dcp,
             model=self.model,
             workspace=self.workspace,
+            emulate_fp8=o.emulate_fp8,
             extra=self.arguments,
         )
 

@@ -171,8 +171,10 @@ def texts_sentence(piece: Piece) -> str:
     i = piece.made.identity
     if i is None:
         return str(piece.made.verdict)
+    run = piece.made.run
+    emulated = "fp8 prefill EMULATED, " if run is not None and run.emulates_fp8 else ""
     return (
-        f"{piece.made.verdict}: {i.identical_texts:,} of {counted(i.texts, 'text')} and "
+        f"{emulated}{piece.made.verdict}: {i.identical_texts:,} of {counted(i.texts, 'text')} and "
         f"{i.identical_tokens:,} of {i.tokens:,} tokens bit-identical"
     )
 

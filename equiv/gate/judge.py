@@ -74,6 +74,11 @@ def _cell(
     if layer == "servers":
         for p in pieces:
             look_at_servers(p, policy, arrays[p.name], findings)
+        if pieces and all(p.made.run is not None and p.made.run.emulates_fp8 for p in pieces):
+            findings.missing.append(
+                "only servers that emulate fp8 prefill ran: none with vLLM's own attention; run "
+                "bytegate ppl without --emulate-fp8-prefill as well"
+            )
     else:
         LOOK[layer](pieces, policy, findings)
     changed = [p.name for p in pieces if agree.dirty(p)]

@@ -55,6 +55,10 @@ def apply(settings: Settings) -> list[str]:
 
         force_rows(settings.workspace_rows)
         done.append(f"workspace={settings.workspace_rows}")
+    if settings.emulate_fp8:
+        from kvroute import fp8
+
+        done += fp8.install()
     done += [_call(patch) for patch in _patches(settings)]
     switch.install(settings)
     if settings.evidence is not None:

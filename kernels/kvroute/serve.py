@@ -15,10 +15,11 @@ import signal
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvroute import model, settings
+from kvroute import fp8, model, settings
 from kvroute.errors import RouteError
 from kvroute.process import STOP_SIGNALS, ServerProcess, free_port
 
@@ -79,6 +80,7 @@ class ServeOptions:
     patches : ``module:function`` values, called once in every process.
     host, port : where to listen; port 0 takes a free one.
     evidence : folder for the ranks' evidence files, or ``None``.
+    emulate_fp8 : prefill in fp8 by a backend that upcasts (``kvroute.fp8``), with an fp8 cache.
     extra : arguments for vLLM, passed on as they are.
 
     """
@@ -92,6 +94,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 0
     evidence: Path | None = None
+    emulate_fp8: bool = False
     extra: Sequence[str] = field(default_factory=tuple)
 
 
@@ -123,9 +126,12 @@ def plan(options: ServeOptions, environ: Mapping[str, str], device: str) -> Laun
         settings.PATCH: ",".join(options.patches),
         settings.WORKSPACE: str(options.workspace) if options.workspace else None,
         settings.EVIDENCE: str(options.evidence.resolve()) if options.evidence else None,
+        settings.FP8_PREFILL: fp8.EMULATE if options.emulate_fp8 else None,
     }
     environment.update({name: value for name, value in wanted.items() if value})
     defaults = dict(BOTH_ARGUMENTS)
+    if options.emulate_fp8:
+        defaults.update(_fp8_arguments(options.extra))
     served = options.model
     if device == "cpu":
         environment = {**CPU_ENVIRONMENT, **environment}
@@ -226,6 +232,11 @@ def parse(arguments: Sequence[str]) -> ServeOptions:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--evidence", type=Path, help="folder for the ranks' evidence")
+    parser.add_argument(
+        "--emulate-fp8-prefill",
+        action="store_true",
+        help="fp8 cache and prefill, attention by a backend that upcasts: for the pack's bytes",
+    )
     own, extra = parser.parse_known_args(arguments)
     return ServeOptions(
         route=own.route,
@@ -237,6 +248,7 @@ def parse(arguments: Sequence[str]) -> ServeOptions:
         host=own.host,
         port=own.port,
         evidence=own.evidence,
+        emulate_fp8=own.emulate_fp8_prefill,
         extra=tuple(argument for argument in extra if argument != "--"),
     )
 
@@ -283,6 +295,31 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
             f"vLLM would not load the plugin {PLUGIN!r}: install this project beside vLLM, and "
             "name it in VLLM_PLUGINS where that is set",
         )
+
+
+def _fp8_arguments(extra: Sequence[str]) -> dict[str, str]:
+    """Return what vLLM needs beside the plugin to take fp8 queries, unless it is given.
+
+    Raises
+    ------
+    RouteError
+        For a cache, or an attention configuration, with which it would not.
+
+    """
+    words = [word for given in extra for word in given.split("=", 1)]
+    for name, value in pairwise(words):
+        if name == "--kv-cache-dtype" and value not in fp8.CACHES:
+            raise RouteError(
+                f"--kv-cache-dtype {value}: fp8 prefill emulation needs {' or '.join(fp8.CACHES)}"
+            )
+    found = {"--kv-cache-dtype": "fp8"}
+    quantize = "use_prefill_query_quantization"
+    given = [word for word in extra if word.startswith(("--attention-config", "-ac"))]
+    if not given:
+        found["--attention-config"] = json.dumps({quantize: True})
+    elif quantize not in " ".join(extra):
+        raise RouteError(f"{given[0]}: fp8 prefill emulation needs {quantize}: true in it as well")
+    return found
 
 
 def heads_of(served: str) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvroute.errors import RouteError
+from kvroute.fp8 import EMULATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,10 +29,13 @@ CPU_DCP = "BYTEGATE_CPU_DCP"
 EVIDENCE = "BYTEGATE_EVIDENCE_DIR"
 """Folder in which each worker keeps ``route-<rank>-<pid>.json``, rewritten as it counts."""
 
+FP8_PREFILL = "BYTEGATE_FP8_PREFILL"
+"""``emulate``: prefill in fp8 where no backend takes it, by one that upcasts (``kvroute.fp8``)."""
+
 BOTH = "both:"
 """Before a pack: every call of the loop runs with it and without it."""
 
-VARIABLES = (ROUTE, PATCH, WORKSPACE, CPU_DCP, EVIDENCE)
+VARIABLES = (ROUTE, PATCH, WORKSPACE, CPU_DCP, EVIDENCE, FP8_PREFILL)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Settings:
     workspace_rows : forced workspace size in rows, or ``None``.
     cpu_dcp : whether the CPU platform's lacks are to be filled.
     evidence : folder for evidence files, or ``None``.
+    emulate_fp8 : whether fp8 prefill is to be emulated.
 
     """
 
@@ -53,6 +58,7 @@ class Settings:
     workspace_rows: int | None = None
     cpu_dcp: bool = False
     evidence: Path | None = None
+    emulate_fp8: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Settings:
@@ -70,6 +76,9 @@ class Settings:
         flag = environ.get(CPU_DCP, "")
         if flag not in ("", "0", "1"):
             raise RouteError(f"{CPU_DCP}={flag!r}: expected 0 or 1")
+        fp8 = environ.get(FP8_PREFILL, "")
+        if fp8 not in ("", EMULATE):
+            raise RouteError(f"{FP8_PREFILL}={fp8!r}: expected {EMULATE}")
         route = environ.get(ROUTE, "") or None
         if route is not None:
             check_route(route)
@@ -83,6 +92,7 @@ class Settings:
             workspace_rows=int(rows) if rows else None,
             cpu_dcp=flag == "1",
             evidence=Path(folder) if folder else None,
+            emulate_fp8=bool(fp8),
         )
 
 

@@ -17,6 +17,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvroute import fp8
 from kvroute.decide import Decision, decide, pack_keyword
 from kvroute.packs import Pack, counted, fused_pack
 from kvroute.settings import BOTH, Settings, resolve
@@ -76,7 +77,8 @@ class LoopGate:
         keyword = self.decision.keyword
         if keyword is not None:
             bound.arguments[keyword] = self._choose(bound.arguments.get(keyword))
-        context = bound.arguments["attn_metadata"].prefill.chunked_context
+        prefill = bound.arguments["attn_metadata"].prefill
+        context = prefill.chunked_context
         if not self._noted:
             self._note(bound.arguments, context)
         result = self.loop(*bound.args, **bound.kwargs)
@@ -90,6 +92,7 @@ class LoopGate:
             continuations=sum(bool(chunk.is_continuation) for chunk in context.chunks),
             empty=len(context.empty_token_slices),
             tokens=sum(chunk.num_context_tokens for chunk in context.chunks),
+            fp8=str(getattr(prefill, "q_data_type", None)).endswith(fp8.FP8),
         )
         return result
 
@@ -148,6 +151,8 @@ def gate_layer(layer: Any, settings: Settings, tally: Tally = TALLY) -> Decision
     loop = getattr(impl, LOOP, None)
     if loop is None or isinstance(loop, LoopGate):
         return None
+    if settings.emulate_fp8:
+        tally.note(fp8_prefill=fp8.check_layer(layer))
     dcp_size = max(int(getattr(owner, "dcp_world_size", 1) or 1) for owner in (layer, impl))
     decision = decide(
         settings.route,

@@ -33,6 +33,8 @@ class Tally:
     empty : requests without context in those calls.
     context_tokens : rows of context, summed over chunks: what a pack would see.
     compared, unequal : calls run both ways on the route ``both``, and those whose bytes differed.
+    fp8_calls : calls whose queries were fp8: the fp8 branch of the tail.
+    upcasts : attention calls whose fp8 operands were converted first (``kvroute.fp8``).
     packs : packs by kind, ``"bfloat16"`` or ``"bfloat16>float8_e4m3fn"``.
     pack_rows : tokens packed.
 
@@ -47,6 +49,8 @@ class Tally:
         self.context_tokens = 0
         self.compared = 0
         self.unequal = 0
+        self.fp8_calls = 0
+        self.upcasts = 0
         self.packs: Counter[str] = Counter()
         self.pack_rows = 0
         self.facts: dict[str, Any] = {}
@@ -58,9 +62,12 @@ class Tally:
         """Keep facts about the run: route, switch, pack, gather, workspace, versions."""
         self.facts.update(facts)
 
-    def count_loop(self, *, chunks: int, continuations: int, empty: int, tokens: int) -> None:
+    def count_loop(
+        self, *, chunks: int, continuations: int, empty: int, tokens: int, fp8: bool = False
+    ) -> None:
         """Count one call of the loop."""
         self.calls += 1
+        self.fp8_calls += fp8
         self.chunks += chunks
         self.continuations += continuations
         self.empty += empty
@@ -71,6 +78,10 @@ class Tally:
         """Count one call that ran both ways."""
         self.compared += 1
         self.unequal += not equal
+
+    def count_upcast(self) -> None:
+        """Count one attention call on fp8 operands that were converted first."""
+        self.upcasts += 1
 
     def count_pack(self, kind: str, rows: int) -> None:
         """Count one pack of ``rows`` tokens."""
@@ -91,6 +102,8 @@ class Tally:
             "context_tokens": self.context_tokens,
             "compared": self.compared,
             "unequal": self.unequal,
+            "fp8_calls": self.fp8_calls,
+            "upcasts": self.upcasts,
             "packs": dict(self.packs),
             "pack_rows": self.pack_rows,
             **self.facts,

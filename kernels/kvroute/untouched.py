@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from kvroute import fp8
 from kvroute.errors import UnknownVLLM
 from kvroute.fingerprint import compiled, distribution, is_wheels, relative
 from kvroute.switch import LOOP, LoopGate
@@ -49,6 +50,7 @@ SUBJECTS = (
     (_MLA, "build_mla_chunked_context_metadata"),
     (_MLA, "MLACommonMetadataBuilder.__init__"),
     (_MLA, "MLACommonMetadataBuilder.build"),
+    (_MLA, "MLACommonMetadataBuilder.determine_prefill_query_data_type"),
     (_DCP, "MLADCPManager.__init__"),
     (_DCP, "MLADCPManager._init_combine"),
     (_DCP, "MLADCPManager._init_query_gather"),
@@ -73,6 +75,12 @@ ALLOWED = {
     ),
 }
 """What a subject may reach although it isn't the wheel's, and why."""
+
+EMULATED = {
+    f"{_MLA}.{fp8.SWITCH}": "says that the upcasting prefill backend takes fp8 (kvroute.fp8)",
+}
+"""Likewise, where fp8 prefill is emulated, and what replaces it is ``kvroute.fp8``'s own."""
+_REGISTRY = "vllm.v1.attention.backends.mla.prefill.registry"
 
 
 @dataclass
@@ -125,6 +133,7 @@ def inspect_worker() -> Report:
             report.problems.append(f"{module}.{qualname}: not there ({error})")
     for impl in _live_impls():
         _inspect_instance(impl, report)
+    _inspect_backends(report)
     return report
 
 
@@ -167,12 +176,31 @@ def _compare(value: Any, label: str, report: Report) -> None:
     problem = _problem(value) or _misplaced(value, label)
     if problem is None:
         return
-    if label in ALLOWED:
-        report.allowed[label] = f"{problem}: {ALLOWED[label]}"
+    known = ALLOWED.get(label) or (EMULATED.get(label) if _emulates(value) else None)
+    if known is not None:
+        report.allowed[label] = f"{problem}: {known}"
         return
     entry = f"{label}: {problem}"
     if entry not in report.problems:
         report.problems.append(entry)
+
+
+def _emulates(value: Any) -> bool:
+    """Whether a function is ``kvroute.fp8``'s, put there by its ``install``."""
+    namespace = getattr(value, "__globals__", {})
+    return bool(fp8.installed()) and namespace.get("__name__") == fp8.__name__
+
+
+def _inspect_backends(report: Report) -> None:
+    """List classes that were registered in the place of vLLM's own prefill backends."""
+    registry = sys.modules.get(_REGISTRY)
+    for member, path in getattr(registry, "_MLA_PREFILL_OVERRIDES", {}).items():
+        label = f"{_REGISTRY}.{type(member).__name__}.{member.name}"
+        entry = f"{path} instead of {member.value}"
+        if fp8.installed().get(f"MLAPrefillBackendEnum.{member.name}") == path:
+            report.allowed[label] = f"{entry}: converts fp8 and computes as before (kvroute.fp8)"
+        else:
+            report.problems.append(f"{label}: {entry}")
 
 
 def _problem(value: Any) -> str | None:

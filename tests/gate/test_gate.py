@@ -270,6 +270,37 @@ def test_less_than_the_policy_asks_for_is_not_covered(text: str, says: str, tree
     assert "bytegate gate: NOT COVERED" in done.said
 
 
+def emulated(folder: Path) -> None:
+    """Leave what a run with emulated fp8 prefill leaves, without its arrays."""
+    from ppl import emulation, evidence
+    from ppl.facts import RunFacts
+
+    made = evidence.read(folder.parent / "ppl" / "ppl.json")
+    asked = {"emulate_fp8_prefill": True}
+    run = RunFacts(asked=asked, claim="identical", margin_nats=None)
+    reasons = (*made.decided.reasons, emulation.WARNING)
+    decided = made.decided.model_copy(update={"reasons": reasons})
+    changed: dict[str, Any] = {
+        "run": run,
+        "decided": decided,
+        "warnings": [emulation.WARNING, *made.warnings],
+    }
+    changed["inputs_sha256"] = "0" * 64  # its arrays are others
+    evidence.write(folder / "ppl.json", made.model_copy(update=changed))
+
+
+def test_servers_that_emulate_fp8_do_not_stand_for_others(tree: Path) -> None:
+    emulated(tree / "fp8")
+    done = gate(tree)
+    assert done.code == 0, done.said
+    text = (tree / "out" / "gate.md").read_text(encoding="utf-8")
+    assert "fp8 prefill EMULATED, IDENTICAL" in text
+    shutil.rmtree(tree / "ppl")
+    done = gate(tree)
+    assert done.code == 4
+    assert "only servers that emulate fp8 prefill ran" in done.said
+
+
 def test_a_larger_profile_that_was_not_run_is_not_covered(tree: Path) -> None:
     (tree / "policy.toml").write_text(
         '[kernel]\nprofile = "gate"\n[loop]\npack = "my_pack:kv_pack"\n', encoding="utf-8"

@@ -46,6 +46,8 @@ class Options:
 
     ``crowded_nats`` lowers them once several requests have run at the same time.
     ``dcp`` is ``ranks`` where it is 0; so many of the last ranks as ``silent`` tell nothing.
+    ``fp8`` emulates fp8 prefill: ``yes``, or with a fault, ``bf16 calls``, ``bf16 packs`` or
+    ``one rank``.
     """
 
     port: int = 0
@@ -76,6 +78,7 @@ class Options:
     dcp: int = 0
     silent: int = 0
     max_logprobs: int = 20
+    fp8: str = ""
 
 
 @dataclass
@@ -158,13 +161,16 @@ class Fake:
         o = self.options
         counts = {name: self.counts.get(name, 0) for name in _NAMES}
         packs = counts.pop("packs")
+        kind = "bfloat16" if o.fp8 in {"", "bf16 packs"} else "bfloat16>float8_e4m3fn"
         return [
             {
                 "schema": "bytegate.route/1",
                 "pid": os.getpid() * 10 + rank + 1000 * self.generation,
                 "layers": {o.route: LAYERS},
-                "packs": {"bfloat16": packs} if packs else {},
+                "packs": {kind: packs} if packs else {},
                 **counts,
+                "fp8_calls": 0 if o.fp8 in {"", "bf16 calls"} else counts["calls"],
+                **({"fp8_prefill": "FAKE_FP8_EMULATED"} if self.emulates(rank) else {}),
                 "route": o.route,
                 "switch": None,
                 "rank": rank,
@@ -179,6 +185,10 @@ class Fake:
             }
             for rank in range(o.ranks - o.silent)
         ]
+
+    def emulates(self, rank: int) -> bool:
+        """Whether a rank says that it emulates fp8 prefill."""
+        return bool(self.options.fp8) and not (self.options.fp8 == "one rank" and rank)
 
     def metrics(self) -> str:
         """Return ``/metrics``."""

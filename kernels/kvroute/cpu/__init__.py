@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvroute.cpu import combine, decode, gather, platform, rope, slots
+from kvroute.cpu import cache, combine, decode, gather, platform, rope, slots
 from kvroute.errors import UnknownVLLM
 from kvroute.fingerprint import distribution, is_wheels, path_of, recorded
 
@@ -128,6 +128,13 @@ PATCHES = (
         "_compute_slot_mapping_kernel_impl",
         "asserts a context-parallel size of 1",
         slots.make_slot_mapping,
+    ),
+    CpuPatch(
+        "cache",
+        "vllm.v1.attention.backends.mla.cpu_mla",
+        "CPUMLAImpl.do_kv_cache_update",
+        "can't write an fp8 cache; any other is written by the original",
+        cache.make_do_kv_cache_update,
     ),
     CpuPatch(
         "ranks",

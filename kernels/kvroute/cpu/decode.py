@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvroute.cpu.cache import from_fp8
+
 
 def keep_ranks(original: Any) -> Any:
     """Wrap ``CPUMLAImpl.__init__``, which resets what ``AttentionImpl.__new__`` had found out."""
@@ -60,6 +62,7 @@ def make_forward_mqa(original: Any) -> Any:
             decode.seq_lens,
             scale=self.scale,
             rank=self.kv_lora_rank,
+            cache_scale=layer._k_scale,  # noqa: SLF001 - where vLLM keeps it
         )
 
     return forward_mqa
@@ -73,6 +76,7 @@ def decode_with_lse(
     *,
     scale: float,
     rank: int,
+    cache_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token a request over its local rows, in float32.
 
@@ -81,7 +85,7 @@ def decode_with_lse(
     Parameters
     ----------
     query : ``[B, H, rank + rope]``.
-    cache : ``[blocks, page, rank + rope]``.
+    cache : ``[blocks, page, rank + rope]``; of ``float8_e4m3fn``, its rows times ``cache_scale``.
     block_table, seq_lens : ``[B, blocks]`` and ``[B]``, this rank's.
     scale : softmax scale.
     rank : width of the latent, the value part of a row.
@@ -100,8 +104,16 @@ def decode_with_lse(
         if length == 0:
             continue
         blocks = block_table[index, : -(-length // page)].to(torch.int64)
-        rows = cache[blocks].reshape(-1, cache.shape[-1])[:length].float()
+        rows = _rows(cache, blocks, cache_scale)[:length]
         scores = query[index].float() @ rows.T * scale
         lse[index] = torch.logsumexp(scores, dim=-1)
         out[index] = (torch.softmax(scores, dim=-1) @ rows[:, :rank]).to(out.dtype)
     return out, lse
+
+
+def _rows(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the rows of some blocks in float32."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache[blocks].reshape(-1, cache.shape[-1]).float()
+    rows = cache.view(torch.uint8)[blocks].reshape(-1, cache.shape[-1])
+    return from_fp8(rows, torch.ones(()) if scale is None else scale)

@@ -58,8 +58,8 @@ def make_gather_and_maybe_dequant_cache(_original: Any) -> Any:
     """``vllm._custom_ops.gather_and_maybe_dequant_cache`` for the CPU.
 
     An fp8 pool is widened to float32, multiplied by ``scale`` and rounded once to the dtype of
-    ``dst``, as the CUDA kernel does; any other pool is copied. No server needs that, for
-    vLLM's CPU backend takes no fp8 cache; the loop layer does.
+    ``dst``, as the CUDA kernel does; any other pool is copied. The loop layer needs that, and a
+    server that emulates fp8 prefill (``kvroute.fp8``): vLLM's CPU backend takes no fp8 cache.
     """
 
     def gather_and_maybe_dequant_cache(  # noqa: PLR0913, PLR0917

@@ -133,11 +133,11 @@ def _by_interval(
     inside = f"{interval} lies inside +-{margin:.3g}"
     if noise is None:
         why = "neither noise nor identity can be claimed without a relaunch"
-        if test.launches is None:
-            # What a launch does to all texts isn't in the interval: no level can be kept.
+        if test.launches is None:  # then no level can be kept
             inside += ", of these launches alone: what a launch does to all texts isn't in it"
-            return "INCONCLUSIVE", inside, f"{why}, nor equivalence"
-        return ("EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"), inside, why
+            why += ", nor equivalence"
+        equivalent = claim == "equivalent" and test.launches is not None
+        return ("EQUIVALENT" if equivalent else "INCONCLUSIVE"), inside, why
     if noise.distinguishable:
         return "EQUIVALENT", inside, APART
     return (

@@ -97,11 +97,11 @@ STAGES = {
         weights={"plays-tabs": 0.0},
     ),
     "finish": Stage(
-        (Phase(2048, 64, 800), Phase(40_960, 4, 120)),
+        (Phase(2048, 64, 500), Phase(40_960, 4, 240), Phase(102_400, 2, 30)),
         rate=1e-3,
         muon=True,
         weights={"plays": 1.0, "plays-tabs": 0.3},
-        mix=0.35,
+        mix=0.2,
     ),
     "k3": Stage(
         (Phase(2048, 64, 1800), Phase(8192, 16, 500), Phase(40_960, 4, 450)),

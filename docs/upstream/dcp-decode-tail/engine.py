@@ -124,7 +124,7 @@ def score(asked: argparse.Namespace) -> None:
         enforce_eager=True,
         disable_custom_all_reduce=asked.disable_custom_all_reduce,
         kv_cache_memory_bytes=1 << 31,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.1,
         **extra,
     )
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)

@@ -17,7 +17,9 @@ where it can't run.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -106,6 +108,8 @@ def prompt(tail: int, budget: int) -> list[int]:
 
 def score(asked: argparse.Namespace) -> None:
     """In a process of its own: write every prompt's log-probs to ``--score``."""
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams
 
     extra: dict[str, Any] = {}

@@ -203,7 +203,11 @@ def _markdown(block: Block) -> str:
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", body)), default=0))
             return f"{fence}text\n{body}\n{fence}\n"
         case Facts(facts):
-            return "".join(f"- **{_escaped(label)}** {_value(value)}\n" for label, value in facts)
+            # A fact without a label is more of the one before it.
+            return "".join(
+                f"- **{_escaped(label)}** {_value(value)}\n" if label else f"  - {_value(value)}\n"
+                for label, value in facts
+            )
         case Table(columns, rows, numbers):
             marks = ("---:" if name in numbers else "---" for name in columns)
             cells = [tuple(map(_escaped, columns)), tuple(marks)]

@@ -472,6 +472,11 @@ def test_markdown_code_holds_any_text(text: str) -> None:
     assert f"\n{text}\n" in block
 
 
+def test_a_fact_without_a_label_belongs_to_the_one_before_it() -> None:
+    facts = document.Facts((("K01", "a case"), ("", "what it said")))
+    assert document.markdown([facts]).splitlines()[-2:] == ["- **K01** a case", "  - what it said"]
+
+
 def test_markdown_tables_keep_their_columns() -> None:
     table = document.Table(("a", "b"), (("x|y", "`z`"), ("*w*", "<b>")), ("b",))
     lines = document.markdown([table]).splitlines()

@@ -98,7 +98,7 @@ def run_app(  # noqa: PLR0911 - an exit code each
             ExitCode.INVALID,
         )
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code and no words
-        return _say("interrupted; nothing was written", INTERRUPTED)
+        return _say("interrupted; no report was written", INTERRUPTED)
     return int(code) if isinstance(code, int) else 0
 
 

@@ -135,6 +135,11 @@ class Executor:
         return self._arenas[device]
 
 
+def another_device(device: str) -> str:
+    """Return a GPU that isn't the current one: the first, or the second where that is it."""
+    return "cuda:0" if int(device.partition(":")[2] or 0) else "cuda:1"
+
+
 class CaseRun:
     """The state of one case while it runs."""
 
@@ -144,7 +149,8 @@ class CaseRun:
         self.case = case
         self.claim = claim
         self.point = claim.point
-        device = "cuda:1" if case.mode == "second_device" else executor.device
+        other = case.mode == "second_device"
+        device = another_device(executor.device) if other else executor.device
         self.arena, self.out = executor.arenas(device)
         self.outputs = {o.name: o for o in self.pair.outputs(self.point)}
         self.room = sum(

@@ -111,7 +111,7 @@ def gpu_hog(run: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def second_device(run: Any) -> Iterator[tuple[Any, Any]]:
-    """One call on operands of the second GPU while the first is the current one."""
+    """One call on operands of another GPU than the current one."""
     actual = run.snapshot(run.call())
     torch.cuda.synchronize(run.arena.buffer.device)
     run.intact()

@@ -42,6 +42,9 @@ class Asked:
 def run(asked: Asked, progress: Progress) -> PerfEvidence:
     """Measure, and write ``perf.json`` and ``perf.md``; a part that can't run is not covered.
 
+    The tail is written before serving begins, so that it survives a kill; serving isn't, for its
+    launches are comparable side by side alone.
+
     Raises
     ------
     UsageError : bad names, or a folder that can't be written.
@@ -67,6 +70,9 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
         except NotCovered as e:
             not_covered.append(f"the tail: {str(e).removeprefix('not covered: ')}")
     if asked.serving is not None:
+        if measured is not None:
+            unfinished = [*not_covered, "serving: this run was cut off before it was measured"]
+            _write(asked, measured, None, unfinished, [], started, began)
         try:
             served = asked.serving(progress)
         except NotCovered as e:
@@ -75,6 +81,18 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
     if served is not None and not served.invalid:
         shares, missing = share.estimate(asked.pair, measured, served)
         not_covered += [*served.not_covered, *missing]
+    return _write(asked, measured, served, not_covered, shares, started, began)
+
+
+def _write(
+    asked: Asked,
+    measured: Tail | None,
+    served: Serving | None,
+    not_covered: list[str],
+    shares: list[Share],
+    started: str,
+    began: float,
+) -> PerfEvidence:
     word, code = verdict_of(measured, served)
     made = PerfEvidence(
         verdict=word,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # ruff: noqa: FBT001 - the signature is that of the op's callers
+import importlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from equiv.case import parse
-from equiv.execute import Executor, Loaded
+from equiv.execute import Executor, Loaded, another_device
 from equiv.modes import CPU_MODES, CUDA_MODES, MODES, REPEATS
 from equiv.pairs import OpPair
 from equiv.result import Result
+from kvpack.faults.catalogue import MODES as OF_MODES
 from kvpack.faults.kernel import CLEAN, bits
 
 Line = Callable[..., str]
@@ -173,3 +175,42 @@ def test_a_clean_kernel_passes_the_modes_of_a_gpu(mode: str, pair: OpPair, line:
     executor = Executor(pair, Loaded("own", CLEAN, "dispatch"), "cuda:0", ())
     case = parse(line(mode=mode).replace("/cpu/", "/cuda:0/"))
     assert executor.run(case).status == "equal"
+
+
+def kernel_of(name: str) -> Kernel:
+    module, _, function = name.partition(":")
+    found: Kernel = getattr(importlib.import_module(module), function)
+    return found
+
+
+def test_the_second_device_is_not_the_current_one() -> None:
+    found = [another_device(x) for x in ("cuda:0", "cuda:1", "cuda:3", "cuda")]
+    assert found == ["cuda:1", "cuda:0", "cuda:0", "cuda:1"]
+
+
+def test_each_mode_of_a_gpu_has_a_fault_of_its_own() -> None:
+    assert tuple(mode for mode, _ in OF_MODES) == CUDA_MODES
+
+
+@pytest.mark.parametrize("name", [n for _, f in OF_MODES for n in (f.faulty, f.clean)])
+def test_on_a_cpu_a_fault_of_a_mode_does_not_show(name: str, pair: OpPair, line: Line) -> None:
+    if "k17" in name:
+        pytest.skip("a CUDA kernel of Triton's")
+    executor = Executor(pair, Loaded("own", kernel_of(name), "dispatch"), "cpu", ())
+    assert executor.run(parse(line(mode="repeat"))).status == "equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", CUDA_MODES)
+@pytest.mark.parametrize("own", [mode for mode, _ in OF_MODES])
+def test_its_own_mode_alone_catches_a_fault(own: str, mode: str, pair: OpPair, line: Line) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if mode == "second_device" and torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    fault = dict(OF_MODES)[own]
+    case = parse(line(mode=mode).replace("/cpu/", "/cuda:0/"))
+    for name, right in ((fault.faulty, mode != own), (fault.clean, True)):
+        executor = Executor(pair, Loaded("own", kernel_of(name), "dispatch"), "cuda:0", ())
+        found = executor.run(case)
+        assert (found.status == "equal") == right, (name, found)

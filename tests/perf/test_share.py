@@ -170,12 +170,18 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., r
     def tail_run(*_: object, **__: object) -> tuple[record.Tail, list[str]]:
         return TAIL, []
 
-    def made(serving: record.Serving, *, gpu: bool = True) -> record.PerfEvidence:
+    def made(serving: record.Serving | None, *, gpu: bool = True) -> record.PerfEvidence:
         def no_gpu(*_: object, **__: object) -> None:
             raise NotCovered("not covered: device time needs a GPU")
 
         monkeypatch.setattr(run.tail, "run", tail_run if gpu else no_gpu)
-        asked = run.Asked("kvpack", [], "cpu", None, tmp_path, "perf", serving=lambda _: serving)
+
+        def serve(_: run.Progress) -> record.Serving:
+            if serving is None:
+                raise KeyboardInterrupt
+            return serving
+
+        asked = run.Asked("kvpack", [], "cpu", None, tmp_path, "perf", serving=serve)
         return run.run(asked, lambda _: None)
 
     return made
@@ -204,6 +210,17 @@ def test_without_a_gpu_it_is_not_covered_by_name(
         "the prefix cache's hits: none",
         "the pack's share of the time: the tail wasn't measured, which takes a GPU and --part tail",
     ]
+
+
+def test_the_tail_outlives_a_run_that_is_cut_off_while_it_serves(
+    measured: Callable[..., record.PerfEvidence], tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        measured(None)
+    left = evidence.read(tmp_path / "perf.json", record.PerfEvidence)
+    assert left.tail == measured(SERVED).tail
+    assert left.serving is None
+    assert left.not_covered[-1] == "serving: this run was cut off before it was measured"
 
 
 def test_serving_that_is_invalid_has_none(measured: Callable[..., record.PerfEvidence]) -> None:

@@ -2,9 +2,9 @@
 
 ``FAULTS`` are K01 to K18 of the fault catalogue, each with a clean twin that differs from it in
 one place. ``SANITIZER`` are K19 to K21, which change no byte: compute-sanitizer alone sees them,
-and their lane is its tool. ``HARMLESS`` have equal bytes and must not be flagged. ``UNLISTED`` are
-faults of other kinds, held back from the catalogue's own run: they test whether the kinds are
-found.
+and their lane is its tool. ``MODES`` are M01 to M05, each beside the calling mode of a GPU that
+alone catches it. ``HARMLESS`` have equal bytes and must not be flagged. ``UNLISTED`` are faults of
+other kinds, held back from the catalogue's own run: they test whether the kinds are found.
 """
 
 from __future__ import annotations
@@ -73,6 +73,47 @@ SANITIZER: tuple[Fault, ...] = tuple(
             "initcheck",
         ),
         ("K21", "no barrier between two warps", "races", "waits", "racecheck"),
+    )
+)
+
+MODES: tuple[tuple[str, Fault], ...] = tuple(
+    (mode, Fault(number, title, f"{_HERE}.{faulty}", f"{_HERE}.{clean}", "modes", "cuda"))
+    for mode, number, title, faulty, clean in (
+        (
+            "stream",
+            "M01",
+            "default stream, but for a capture",
+            "of_modes:default_stream",
+            "of_modes:callers_stream",
+        ),
+        (
+            "graph",
+            "M02",
+            "host looks at data",
+            "of_modes:looks_at_data",
+            "of_modes:looks_at_nothing",
+        ),
+        (
+            "producer",
+            "M03",
+            "reads before the producer finished",
+            "k17_no_wait:kv_pack",
+            "k17_no_wait:kv_pack_clean",
+        ),
+        (
+            "gpu_hog",
+            "M04",
+            "waits for a stream by the clock",
+            "of_modes:waits_by_time",
+            "of_modes:waits_by_event",
+        ),
+        (
+            "second_device",
+            "M05",
+            "outputs on the current device",
+            "of_modes:current_device",
+            "of_modes:operands_device",
+        ),
     )
 )
 

@@ -156,7 +156,7 @@ def test_arg_maxes_of_real_servers(
     assert made.verdict == word, made.decided
     assert len(made.top1) == len(made.texts)
     assert all((t.agreeing == t.rows) == (fault == "none") for t in made.top1)
-    assert all(t.noise_agreeing == t.rows for t in made.top1)
+    assert all(t.noise_agreeing is None for t in made.top1)  # one launch has no A/A
 
 
 def test_real_servers_without_dev_mode(pair: dict[str, Any], tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ def open_(who: str, facts: Mapping[str, Any]) -> str:
 def between(stock: ServerFacts, fused: ServerFacts) -> list[str]:
     """Say that PyNccl is on in one of two servers and off in the other."""
     a, b = (f.facts.get(PYNCCL) for f in (stock, fused))
-    words = {True: "on", False: "off"}
-    if a not in words or b not in words or a == b:
+    if not isinstance(a, bool) or not isinstance(b, bool) or a == b:
         return []
-    return [f"the arms' configurations differ: PyNccl is {words[a]} in stock, {words[b]} in fused"]
+    x, y = ("on", "off") if a else ("off", "on")
+    return [f"the arms' configurations differ: PyNccl is {x} in stock, {y} in fused"]
 
 
 def of_texts(who: str, planned: Iterable[Planned], decode_tokens: int) -> list[str]:

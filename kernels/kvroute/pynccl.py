@@ -27,7 +27,7 @@ def pynccl(state: Any = None) -> bool | None:
     """
     state = state if state is not None else sys.modules.get("vllm.distributed.parallel_state")
     try:
-        group = state.get_dcp_group()  # type: ignore[union-attr]
+        group = state.get_dcp_group()
         communicator = group.device_communicator
         if int(group.world_size) < 2 or not hasattr(communicator, "pynccl_comm"):  # noqa: PLR2004 - one shares with nobody
             return None

@@ -196,7 +196,7 @@ def _inspect(
         (found.amiss, server.checked.amiss),
         (found.not_covered, server.checked.not_covered),
     ):
-        mine += [re.sub(f"^{arm}: ", f"{who}: ", x) for x in told]
+        mine += [re.sub(f"^((?:decode under DCP on )?){arm}: ", rf"\g<1>{who}: ", x) for x in told]
     if arm == ALONE:
         found.not_covered.append(
             f"{who}: loop calls and context chunks, which nothing counts there"

@@ -9,7 +9,7 @@ is another's request, a restart, or another path.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +25,8 @@ FP8_ONLY = ("fp8_calls", "fp8_packs")
 """Also of ``/collective_rpc``: calls and packs in fp8, planned where fp8 prefill is emulated."""
 EMULATED_BY = "fp8_prefill"
 """Fact of a server that emulates fp8 prefill: the name of its backend."""
+PYNCCL = "pynccl"
+"""Fact of a server whose ranks know it: whether a decode step's reduce-scatter runs."""
 FP8_KIND = ">float8_e4m3fn"
 """End of the kind of a pack that converts to fp8."""
 
@@ -159,6 +161,12 @@ def rank_tallies(endpoint: Endpoint) -> list[dict[str, Any]] | None:
     return sorted(tallies, key=lambda t: int(t["rank"]))
 
 
+def pynccl_of(tallies: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Return False where a rank says that its PyNccl is off, True where all say that it is on."""
+    told = {t.get(PYNCCL) for t in tallies}
+    return False if False in told else True if told == {True} else None
+
+
 def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
     ranks = {}
     for t in tallies:
@@ -178,6 +186,9 @@ def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
     backends = {t.get(EMULATED_BY) for t in tallies}
     if backends != {None}:
         facts[EMULATED_BY] = ", ".join(sorted(str(b or "one rank none") for b in backends))
+    works = pynccl_of(tallies)
+    if works is not None:
+        facts[PYNCCL] = works
     facts["kinds"] = sorted({kind for t in tallies for kind in t["packs"]})
     return {
         "ranks": ranks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ppl import burst, emulation, options, preflight, ready, scoring, validity
+from ppl import burst, emulation, options, preflight, pynccl, ready, scoring, validity
 from ppl.errors import BadAnswer, PplError, Unreachable
 from ppl.facts import Arm, Instance
 from ppl.inputs import Input
@@ -80,6 +80,7 @@ class Work:
                 ready.wake(first, made)
                 made = self._configuration(first.checked, first.snapshot)
             s.cut(made)
+        self._decoding()
         for server in s.servers.values():
             self._note_instance(server)
         if s.method is None:
@@ -136,6 +137,21 @@ class Work:
             more, blanks = preflight.compare(s.checked["stock"], s.checked["fused"])
             amiss, open_ = [*more, *amiss], [*open_, *blanks]
         s.note(not_covered=list(dict.fromkeys([*s.facts.not_covered, *open_])))
+        if amiss:
+            s.note(servers=[])
+            raise Stop(f"preflight: {amiss[0]}", amiss)
+
+    def _decoding(self) -> None:
+        """Refuse texts with steps that a server of these can't compute (``ppl.pynccl``)."""
+        s = self.session
+        assert s.planned is not None
+        requests, most = s.planned.requests, s.planned.configuration.decode_tokens
+        amiss = [
+            x
+            for arm, c in s.checked.items()
+            if arm in s.servers and pynccl.off(c.snapshot, c.whole)
+            for x in pynccl.of_texts(arm, requests, most)
+        ]
         if amiss:
             s.note(servers=[])
             raise Stop(f"preflight: {amiss[0]}", amiss)
@@ -337,6 +353,7 @@ class Work:
     def _ready(self, server: Server) -> None:
         self._inspect(server)
         self._compare()
+        self._decoding()
         self._note_instance(server)
         self._warm(server)
 

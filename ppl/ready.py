@@ -8,6 +8,7 @@ from ppl import client, scoring
 from ppl.client import Method
 from ppl.errors import BadAnswer
 from ppl.facts import Instance, ServerFacts
+from ppl.observe import PYNCCL
 from ppl.order import Phase
 from ppl.plan import Configuration
 from ppl.servers import Server, same_process
@@ -136,4 +137,7 @@ def changed(known: ServerFacts, now: ServerFacts) -> str:
         before, after = getattr(known, name), getattr(now, name)
         if before != after and not (found and name == "settings_sha256"):
             found.append(f"{name} was {before} and is {after}")
+    before, after = known.facts.get(PYNCCL), now.facts.get(PYNCCL)
+    if None not in {before, after} and before != after:
+        found.append(f"{PYNCCL} was {before} and is {after}")
     return "; ".join(found[:3])

@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -21,12 +22,12 @@ from equiv.errors import NotCovered
 from equiv.perf.record import Serving, ServingMetric, ServingRun
 from kvroute import serve
 from kvroute.errors import RouteError
-from ppl import servers, serving_client
+from ppl import pynccl, servers, serving_client
 from ppl.counted import counters
 from ppl.errors import BadAnswer, PplError, Unreachable
 from ppl.figures import FUSED, STOCK, metrics
 from ppl.load import Load
-from ppl.observe import rank_tallies
+from ppl.observe import pynccl_of, rank_tallies
 from ppl.options import Options
 from ppl.transport import Endpoint
 
@@ -126,6 +127,7 @@ def compare(
     runs: list[ServingRun] = []
     packs = []
     kinds: dict[str, list[str]] = {}
+    nccl: dict[str, list[bool | None]] = {arm: [] for arm in routes}
     launched = dict.fromkeys(routes, 0)
     model = folder_of(options)
     for arm in ORDER:
@@ -140,7 +142,9 @@ def compare(
                 for load in loads:
                     runs += serving_client.measure(server.url, model, load, folder, stem, progress)
                 packs.append(counters(httpx2.get(f"{server.url}/metrics", timeout=60).text))
-                kinds[arm] = kinds_of(server.url)
+                tallies = tallies_of(server.url)
+                kinds[arm] = kinds_of(tallies)
+                nccl[arm].append(pynccl_of(tallies))
         except RouteError as e:
             raise PplError(f"{who}: {e}") from None
         except httpx2.HTTPError as e:
@@ -160,7 +164,10 @@ def compare(
         invalid=invalid,
         loads=[_facts(load) for load in loads],
         prefix_caching=caching,
-        not_covered=silent(runs) if caching else [],
+        not_covered=[
+            *(silent(runs) if caching else []),
+            *pynccl.while_serving(nccl, options.extra),
+        ],
         heads=_heads(model, options.tp),
         kinds=kinds[FUSED],
     )
@@ -185,15 +192,19 @@ def _heads(model: Path, tp: int) -> int | None:
     return None if whole is None else whole // tp
 
 
-def kinds_of(url: str) -> list[str]:
-    """Return what packs converted, such as ``bfloat16``; empty where no rank tells it."""
+def tallies_of(url: str) -> list[dict[str, Any]]:
+    """Return the ranks' tallies; empty where none tells its own."""
     endpoint = Endpoint(url, timeout_s=60)
     try:
-        tallies = rank_tallies(endpoint) or []
+        return rank_tallies(endpoint) or []
     except (BadAnswer, Unreachable):
         return []
     finally:
         endpoint.close()
+
+
+def kinds_of(tallies: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what packs converted, such as ``bfloat16``; empty where no rank tells it."""
     return sorted({kind for tally in tallies for kind in tally.get("packs", {})})
 
 

@@ -14,11 +14,13 @@ class RouteExtension:
 
     def bytegate_route(self) -> dict[str, Any]:
         """Return the rank's tally (``kvroute.tally``), as JSON values."""
+        from kvroute.pynccl import pynccl
         from kvroute.tally import TALLY
         from kvroute.threshold import decode_tokens
 
         if "decode_tokens" not in TALLY.facts:  # builders are there before the first request
             TALLY.note(decode_tokens=decode_tokens(self))
+        TALLY.note(pynccl=pynccl())
         TALLY.write()
         return TALLY.snapshot()
 

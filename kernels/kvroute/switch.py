@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvroute import fp8
 from kvroute.decide import Decision, decide, pack_keyword
 from kvroute.packs import Pack, counted, fused_pack
+from kvroute.pynccl import pynccl
 from kvroute.settings import BOTH, Settings, resolve
 from kvroute.tally import TALLY, Tally
 
@@ -276,7 +277,7 @@ def _announce(
 
 
 def _place() -> dict[str, Any]:
-    """Rank and versions, read once the worker's groups exist."""
+    """Rank, versions and PyNccl, read once the worker's groups exist."""
     import torch
     import torch.distributed as dist
     import vllm
@@ -287,4 +288,5 @@ def _place() -> dict[str, Any]:
         "world": dist.get_world_size() if ready else 1,
         "vllm": vllm.__version__,
         "torch": torch.__version__,
+        "pynccl": pynccl(),
     }

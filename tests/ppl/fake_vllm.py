@@ -47,7 +47,8 @@ class Options:
     ``crowded_nats`` lowers them once several requests have run at the same time.
     ``dcp`` is ``ranks`` where it is 0; so many of the last ranks as ``silent`` tell nothing.
     ``fp8`` emulates fp8 prefill: ``yes``, or with a fault, ``bf16 calls``, ``bf16 packs`` or
-    ``one rank``.
+    ``one rank``. ``decode`` is up to how many tokens run as decode. ``pynccl`` is told by each
+    rank: ``on``, ``off``, or ``off in one rank``; by none where it is empty.
     """
 
     port: int = 0
@@ -79,6 +80,8 @@ class Options:
     silent: int = 0
     max_logprobs: int = 20
     fp8: str = ""
+    decode: int = 1
+    pynccl: str = ""
 
 
 @dataclass
@@ -112,7 +115,7 @@ class Fake:
         if o.die_at and mine >= o.die_at:
             os._exit(9)
         layout = Layout(PAGE, o.dcp or o.ranks, 1, o.workspace)
-        cost = predict(len(ids), o.budget, layout, LAYERS)
+        cost = predict(len(ids), o.budget, layout, LAYERS, o.decode)
         packs = o.route not in {"stock", "untouched"} and not o.route.startswith("fault:L")
         values = log_probs(ids, o.seed)
         exposed = min(o.budget, len(values))
@@ -177,7 +180,8 @@ class Fake:
                 "world": o.ranks,
                 "dcp": o.dcp or o.ranks,
                 "gather": "fake",
-                "decode_tokens": 1,
+                "decode_tokens": o.decode,
+                **({"pynccl": self.has_pynccl(rank)} if o.pynccl else {}),
                 "workspace_rows": o.workspace + o.workspace // (o.dcp or o.ranks)
                 if self.finished
                 else None,
@@ -189,6 +193,10 @@ class Fake:
     def emulates(self, rank: int) -> bool:
         """Whether a rank says that it emulates fp8 prefill."""
         return bool(self.options.fp8) and not (self.options.fp8 == "one rank" and rank)
+
+    def has_pynccl(self, rank: int) -> bool:
+        """Whether a rank's PyNccl works."""
+        return self.options.pynccl == "on" or (self.options.pynccl != "off" and rank == 0)
 
     def metrics(self) -> str:
         """Return ``/metrics``."""

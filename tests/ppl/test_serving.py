@@ -510,7 +510,7 @@ def started(monkeypatch: pytest.MonkeyPatch, hits: list[int]) -> list[str]:
     monkeypatch.setattr(serving_client, "client_command", command)
     monkeypatch.setattr(serving_client, "tokenizer", lambda model, _folder: model)
     monkeypatch.setattr(serving, "_arguments", lambda options: list(options.extra))
-    monkeypatch.setattr(serving, "kinds_of", lambda _url: ["bfloat16"])
+    monkeypatch.setattr(serving, "tallies_of", lambda _url: [{"packs": {"bfloat16": 1}}])
     monkeypatch.setattr(serving, "folder_of", lambda _options: Path("small"))
     return routes
 
@@ -552,6 +552,21 @@ def test_every_launch_measures_every_level_with_the_cache_on(
     assert [load["sessions"] for load in made.loads] == [1, 4]
     assert {r.wall_s for r in made.runs} == {2.0}
     assert (made.heads, made.kinds, made.prefix_caching) == (None, ["bfloat16"], True)
+
+
+@pytest.mark.parametrize("told", [False, True, None])
+def test_times_of_decode_steps_without_pynccl_are_named(
+    told: bool | None,  # noqa: FBT001
+    started: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(serving, "tallies_of", lambda _url: [{"packs": {}, "pynccl": told}])
+    made = serving.compare(ServeOptions(), [LOAD], tmp_path)
+    assert len(started) == 4
+    assert made.invalid == []
+    named = ["stock", "fused"] if told is False else []
+    assert [x.partition(":")[0].rpartition(" ")[2] for x in made.not_covered] == named
 
 
 def test_sessions_that_the_cache_gave_nothing_are_invalid(

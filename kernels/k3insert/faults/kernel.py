@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3common import faults
 from k3insert import stock
+from k3insert.faults import storing
 
 
 def key(k: Tensor, k_nope: Tensor, k_pe: Tensor) -> None:
@@ -33,7 +33,7 @@ class Insert:
     """The insert with its parts: called as ``stock.insert`` is."""
 
     key: Callable[[Tensor, Tensor, Tensor], None] = key
-    stored: Callable[[Tensor], Tensor] = faults.stored
+    stored: Callable[[Tensor], Tensor] = storing.stored
     place: Callable[[Tensor, int], tuple[Tensor, Tensor]] = place
     entry: Callable[[Tensor, Tensor], Tensor] = entry
     columns: int = stock.ENTRY
@@ -63,7 +63,7 @@ class Insert:
         self.key(k, k_nope, k_pe)
         entries = self.entry(kv_c, k_pe[:, 0])[:, : self.columns]
         place = self.place(slot_mapping, kv_cache.shape[1])
-        faults.insert(kv_cache, place, entries, self.stored(slot_mapping))
+        storing.insert(kv_cache, place, entries, self.stored(slot_mapping))
         return k
 
 
@@ -73,5 +73,5 @@ CLEAN = Insert()
 def insert(
     q: Tensor, k_nope: Tensor, k_pe: Tensor, kv_c: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """Run the clean twin of all faults."""
+    """Run the clean twin of all storing."""
     return CLEAN(q, k_nope, k_pe, kv_c, kv_cache, slot_mapping)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3common import faults
-from k3insert.faults import kernel
+from k3insert.faults import kernel, storing
 from k3insert.faults.kernel import Insert
 
 SIXTEEN = 16
 
-padding_wraps = Insert(stored=faults.every_token)
+padding_wraps = Insert(stored=storing.every_token)
 """I01: a slot of -1 isn't skipped, and its block and position count from the end."""
 
 
@@ -29,7 +28,7 @@ def _sixteen(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 sixteen = Insert(place=_sixteen)
 """I02: positions of a block count to 16, whatever its size."""
 
-last_lost = Insert(stored=faults.all_but_last)
+last_lost = Insert(stored=storing.all_but_last)
 """I03: the last token's entry isn't stored."""
 
 

@@ -65,7 +65,8 @@ def stated(
     """Return claim and margin: as given, else as the first run among folders stated them."""
     runs = [run for folder in folders if (run := facts.read(folder)) is not None]
     if runs:
-        claim, margin = claim or runs[0].claim, margin or runs[0].margin_nats
+        claim = claim or runs[0].claim
+        margin = runs[0].margin_nats if margin is None else margin
     return claim or "identical", margin
 
 
@@ -206,6 +207,8 @@ def judge(
         noise=statistics.noise if statistics else None,
         launches=statistics.between_launch_error_nats if statistics else None,
         apart=_apart(done),
+        # Two bursts of one server differ by where they were cut, or happen not to.
+        lone=compare.unlike_stock(done) if set(floor) == set(facts.ARMS) else "",
     )
     results = [c.result for c in done]
     return PplEvidence(

@@ -84,6 +84,7 @@ def decide(
     noise: Noise | None,
     launches: tuple[float, int] | None,
     apart: str = "",
+    lone: str = "",
 ) -> Verdict:
     """Go down the ladder.
 
@@ -96,6 +97,7 @@ def decide(
     noise : A/B against between-launch A/A; None without a relaunch.
     launches : standard error between launches of the mean difference, and degrees of freedom.
     apart : how many tokens differ and by how much, in words; told where nothing is decided.
+    lone : that the fused arm varies and stock doesn't, in words; then it isn't called noise.
 
     """
 
@@ -109,6 +111,9 @@ def decide(
     if identical:
         return made("IDENTICAL", "every scored token of every run is bit-equal")
     word, *reasons = _by_interval(test, noise, launches, claim)
+    if word == "WITHIN_NOISE" and lone:
+        word = "EQUIVALENT" if claim == "equivalent" else "INCONCLUSIVE"
+        reasons = [reasons[0], lone]
     if word in {"INCONCLUSIVE", "EQUIVALENT"} and apart:
         reasons.append(apart)
     return made(word, *reasons)

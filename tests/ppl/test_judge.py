@@ -37,16 +37,48 @@ def test_equal_bits_are_identical() -> None:
     assert len(made.not_covered) == 5
 
 
-def test_one_bit_of_one_token_of_a_relaunch_is_not_identical() -> None:
+@pytest.mark.parametrize(
+    ("arm", "row", "nats", "word", "says"),
+    [
+        ("fused", 250, 0.0, "INCONCLUSIVE", "all runs of stock are bit-equal"),
+        ("fused", 250, 5.0, "INCONCLUSIVE", "all runs of stock are bit-equal"),
+        ("fused", 50, 5.0, "INCONCLUSIVE", "all unexposed tokens of stock"),
+        ("stock", 250, 5.0, "WITHIN_NOISE", "isn't told apart"),
+    ],
+)
+def test_one_row_of_a_relaunch_is_noise_only_where_stock_shows_some(
+    arm: str, row: int, nats: float, word: str, says: str
+) -> None:
+    """What only the fused arm does now and then is its own, as a race is."""
+
     def change(text: int, run: compare.Run, values: Floats) -> Floats:
-        if text == 3 and run == ("fused", 2, 1):
-            values[250] = np.nextafter(values[250], np.float32(-9))
+        if text == 3 and run == (arm, 2, 1):
+            values[row] = np.nextafter(values[row] - np.float32(nats), np.float32(-99))
         return values
 
-    made = decide(results(change))
-    assert made.verdict == "WITHIN_NOISE"
+    made = decide(results(change), margin=0.01)
+    assert made.verdict == word
+    assert says in made.decided.reasons[1]
     assert made.identity is not None
     assert made.identity.identical_texts == 9
+    assert decide(results(change), "equivalent", 0.01).exit_code == 0
+
+
+def test_a_fused_arm_that_scatters_beside_a_steady_stock_is_not_within_noise() -> None:
+    rng = np.random.default_rng(0)
+
+    def change(arms: tuple[str, ...]) -> Results:
+        def of(_text: int, run: compare.Run, values: Floats) -> Floats:
+            if run[0] in arms:
+                values[BUDGET:] += rng.standard_normal(300).astype(np.float32) * np.float32(1e-5)
+            return np.minimum(values, 0)
+
+        return results(of)
+
+    assert decide(change(("stock", "fused"))).verdict == "WITHIN_NOISE"
+    made = decide(change(("fused",)))
+    assert (made.verdict, made.exit_code) == ("INCONCLUSIVE", 3)
+    assert "unlike 20 results of the fused arm" in made.decided.reasons[1]
 
 
 def test_signed_zeros_are_not_bit_equal() -> None:

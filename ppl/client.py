@@ -22,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppl.errors import BadAnswer
+from ppl.store import MOST
 from ppl.transport import OK, Endpoint, message, parse
 
 Method = Literal["prompt_logprobs", "prompt_logprob_token_ids"]
 Best = tuple[NDArray[np.int32], NDArray[np.float32]]
+MOST_IDS = 2**31
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 
 
@@ -170,13 +172,21 @@ def _best(entries: list[Any], ids: Sequence[int], k: int, values: NDArray[np.flo
                 raise BadAnswer(f"row {row:,} hasn't the {k} best tokens: the arg-max isn't given")
             tokens.append([int(t) for t, _ in ranked])
             found.append([float(x["logprob"]) for _, x in ranked])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise BadAnswer(f"row {row:,} has best tokens of another form") from None
+        if not all(0 <= t < MOST_IDS for t in tokens[-1]):
+            raise BadAnswer(f"row {row:,} has a best token that is no id: {tokens[-1]}")
     narrow = _narrow(np.array(found, dtype=np.float64).reshape(-1, k))
-    wrong = (narrow[:, 1:] > narrow[:, :-1]).any(axis=1) | (values > narrow[:, 0])
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise BadAnswer(f"row {row:,}: the token that is ranked first isn't the most probable one")
+    for bad, what in (
+        (~np.isfinite(narrow).all(axis=1), "a best token's log-prob is NaN or infinite"),
+        ((narrow > MOST).any(axis=1), "a best token's log-prob is above 0"),
+        (
+            (narrow[:, 1:] > narrow[:, :-1]).any(axis=1) | (values > narrow[:, 0]),
+            "the token that is ranked first isn't the most probable one",
+        ),
+    ):
+        if bad.any():
+            raise BadAnswer(f"row {int(bad.argmax()):,}: {what}")
     return np.array(tokens, dtype=np.int32).reshape(-1, k), narrow
 
 

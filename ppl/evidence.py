@@ -146,6 +146,7 @@ class TopAgreement(_Frozen):
         there is none, or it stored no arg-max.
     largest_margin_nats : of the stock arm at a flip; None without a flip or a second best.
     flips : those with the largest margins, at most ``ppl.top1.SHOWN``.
+    later_flips : rows, over the fused arm's later runs, whose arg-max isn't the first stock run's.
 
     """
 
@@ -157,6 +158,7 @@ class TopAgreement(_Frozen):
     noise_agreeing: int | None
     largest_margin_nats: float | None
     flips: list[Flip]
+    later_flips: int = 0
 
 
 class PplEvidence(_Frozen):
@@ -203,7 +205,9 @@ def contradictions(made: PplEvidence) -> list[str]:
             wrong.append("IDENTICAL without texts")
         wrong += [f"IDENTICAL, and {t.text} isn't" for t in made.texts if not t.bit_identical]
         wrong += [
-            f"IDENTICAL, and arg-maxes of {t.text} aren't" for t in made.top1 if t.agreeing < t.rows
+            f"IDENTICAL, and arg-maxes of {t.text} aren't"
+            for t in made.top1
+            if t.agreeing < t.rows or t.later_flips
         ]
     if made.verdict != "INVALID" and made.statistics is None:
         wrong.append(f"{made.verdict} without statistics")

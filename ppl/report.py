@@ -80,6 +80,8 @@ def _agreement(made: PplEvidence) -> str:
     same, of = (sum(getattr(t, n) for t in made.top1) for n in ("agreeing", "exposed_agreeing"))
     margins = [t.largest_margin_nats for t in made.top1 if t.largest_margin_nats is not None]
     flips = f"; the clearest flip by {max(margins):.3g} nats" if margins else ""
+    later = sum(t.later_flips for t in made.top1)
+    flips += f"; {later:,} rows flip in later fused runs" if later else ""
     return f"{same:,} of {rows:,} rows, {of:,} of {exposed:,} exposed{flips}"
 
 

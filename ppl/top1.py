@@ -112,13 +112,15 @@ def decided(so_far: Verdict, found: Sequence[TopAgreement]) -> Verdict:
     The scores of a text's own tokens can't tell what a server would say next in their place.
     """
     flipped = sum(t.rows - t.agreeing for t in found)
-    if so_far.word != "IDENTICAL" or not flipped:
+    later = sum(t.later_flips for t in found)
+    if so_far.word != "IDENTICAL" or not flipped + later:
         return so_far
     margins = [t.largest_margin_nats for t in found if t.largest_margin_nats is not None]
     by = f", by up to {max(margins):.3g} nats" if margins else ""
     rows = sum(t.rows for t in found)
-    of = f"the arg-max of {flipped:,} of {rows:,} rows"
-    why = f"every scored token is bit-equal, but {of} isn't the same{by}"
+    parts = [f"the arg-max of {flipped:,} of {rows:,} rows isn't the same{by}"] if flipped else []
+    parts += [f"the arg-max of {later:,} rows of later fused runs isn't stock's"] if later else []
+    why = f"every scored token is bit-equal, but {' and '.join(parts)}"
     return so_far.model_copy(
         update={
             "word": "EQUIVALENT",
@@ -129,7 +131,10 @@ def decided(so_far: Verdict, found: Sequence[TopAgreement]) -> Verdict:
 
 
 def agreements(made: PplEvidence, found: Stored) -> list[TopAgreement]:
-    """Compare the arg-maxes of the first run of each arm, for each text whose runs stored them."""
+    """Compare the arg-maxes of each arm's first run, for each text whose runs stored them.
+
+    Of later runs of the fused arm flips are counted: a relaunch may rank otherwise.
+    """
     stock = [r for r in made.runs if r[0] == "stock"]
     fused = [r for r in made.runs if r[0] == "fused"]
     results = []
@@ -140,7 +145,12 @@ def agreements(made: PplEvidence, found: Stored) -> list[TopAgreement]:
             again = max(stock[1:], key=lambda r: (r[1] != stock[0][1], -r[1], -r[2]), default=None)
             noise = None if again is None else _of(found, text.text, again)
             record = found[text.text, stock[0]][1]
-            results.append(_agreement(text.text, record.exposed_from, first, other, noise))
+            one = _agreement(text.text, record.exposed_from, first, other, noise)
+            later = (_of(found, text.text, r) for r in fused[1:])
+            flips = sum(
+                int((first.ids[:, 0] != top.ids[:, 0]).sum()) for top in later if top is not None
+            )
+            results.append(one.model_copy(update={"later_flips": flips}))
     return results
 
 

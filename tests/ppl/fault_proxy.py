@@ -138,6 +138,18 @@ def _first_is_not_best(choice: dict[str, Any], n: int) -> None:
         first["logprob"], second["logprob"] = second["logprob"], first["logprob"]
 
 
+def _best_is(name: str, value: Any) -> Callable[[dict[str, Any], int], None]:
+    """Give a best token of one row another log-prob, or another id."""
+
+    def change(choice: dict[str, Any], n: int) -> None:
+        for row in _ranked(choice)[:1] if n > 6 else ():
+            second = list(row)[2]
+            entry = row.pop(second)
+            row[value if name == "id" else second] = entry | ({} if name == "id" else {name: value})
+
+    return change
+
+
 def _no_ranks(choice: dict[str, Any], n: int) -> None:
     for row in _ranked(choice) if n > 6 else ():
         del row[list(row)[1]]
@@ -254,6 +266,11 @@ FAULTS: dict[str, Change] = {
     "best tokens swapped": _edit(_swap_best),
     "first isn't best": _edit(_first_is_not_best),
     "best tokens lacking": _edit(_no_ranks),
+    "best is NaN": _edit(_best_is("logprob", float("nan"))),
+    "best is infinite": _edit(_best_is("logprob", float("-inf"))),
+    "best is no id": _edit(_best_is("id", str(2**40))),
+    "best is negative": _edit(_best_is("id", "-7")),
+    "best is a list": _edit(_best_is("logprob", [])),
     "one text of other ids": _one_text_of_others,
     "rounded": _edit(_round),
     "rounded to float32": _edit(_round_to_float32),

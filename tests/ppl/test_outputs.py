@@ -191,6 +191,29 @@ def test_top_1_agreement_and_the_margin_at_each_flip(tmp_path: Path) -> None:
     assert "| text0 | 400 | 99.5000% | 300 | 99.3333% | 100.0000% | 1 |" in shown
 
 
+def test_a_flip_in_a_relaunch_alone_is_not_identical(tmp_path: Path) -> None:
+    def top(text: str, run: Run) -> tuple[np.ndarray, np.ndarray]:
+        found: tuple[np.ndarray, np.ndarray] = tops((150,) if run[1:] == (2, 1) else ())(text, run)
+        return found
+
+    fill(tmp_path, lambda _text, _run, values: values, top=top)
+    made, _ = compared(tmp_path)
+    assert (made.verdict, made.exit_code) == ("EQUIVALENT", 1)
+    assert made.decided.reasons[0].endswith(
+        "bit-equal, but the arg-max of 3 rows of later fused runs isn't stock's"
+    )
+    assert [(t.agreeing, t.later_flips, t.flips) for t in made.top1] == [(400, 1, [])] * 3
+    assert evidence.contradictions(made) == []
+    wrong = made.model_copy(
+        update={
+            "verdict": "IDENTICAL",
+            "exit_code": 0,
+            "decided": made.decided.model_copy(update={"word": "IDENTICAL", "exit_code": 0}),
+        }
+    )
+    assert "IDENTICAL, and arg-maxes of text0 aren't" in evidence.contradictions(wrong)
+
+
 def test_one_arg_max_gives_flips_without_margins(tmp_path: Path) -> None:
     fill(tmp_path, top=tops((150,), k=1))
     made, _ = compared(tmp_path)

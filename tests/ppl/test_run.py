@@ -633,6 +633,11 @@ def test_best_tokens_that_are_swapped_are_told_though_no_score_moves(
     [
         ("first isn't best", "the token that is ranked first isn't the most probable one"),
         ("best tokens lacking", "hasn't the 2 best tokens: the arg-max isn't given"),
+        ("best is NaN", "a best token's log-prob is NaN or infinite"),
+        ("best is infinite", "a best token's log-prob is NaN or infinite"),
+        ("best is no id", "has a best token that is no id: ["),
+        ("best is negative", "has a best token that is no id: ["),
+        ("best is a list", "has best tokens of another form"),
     ],
 )
 def test_arg_maxes_that_can_not_be_are_invalid(

@@ -42,7 +42,8 @@ def between(arms: Sequence[NDArray[np.float64]]) -> Between | None:
         e^2 = c sum (mean of a launch - mean of its arm)^2 / f,  f = a + b - 2
         w^2 = c sum (residual of a launch and text)^2 / (f (n - 1)) / n
 
-    Launches of equal bits give exactly 0.
+    Launches of equal bits give exactly 0. Where one arm's are, over two or more, and the other's
+    aren't, one spread can't be assumed: e, f and w are then of the arm that varies, alone.
 
     Parameters
     ----------
@@ -57,6 +58,10 @@ def between(arms: Sequence[NDArray[np.float64]]) -> Between | None:
     if degrees < 1 or min(len(x) for x in arms) < 1:
         return None
     texts = arms[0].shape[1]
+    steady = [bool((x == x[0]).all()) for x in arms]
+    if not all(steady) and any(s and len(x) > 1 for s, x in zip(steady, arms, strict=True)):
+        arms = [x for s, x in zip(steady, arms, strict=True) if not s]
+        degrees = sum(len(x) - 1 for x in arms)
     of_launches, of_residuals = 0.0, 0.0
     for levels in arms:
         x = levels - levels[0]  # equal launches become zeros, which no mean rounds

@@ -117,6 +117,24 @@ def test_the_error_of_launches_is_the_one_that_was_drawn() -> None:
     assert one == Between(error=np.sqrt(2 * 1.5), degrees=1, shared=0.0)
 
 
+@pytest.mark.parametrize("counts", [(2, 2), (4, 4), (5, 2)])
+@pytest.mark.parametrize("times", TIMES[1:])
+def test_launches_that_move_one_arm_alone(times: float, counts: tuple[int, int]) -> None:
+    """An arm whose launches are of equal bits tells nothing of the other's spread."""
+    rng = np.random.default_rng(12)
+    count = 0
+    for _ in range(REPEATS):
+        stock, fused = (np.full((n, TEXTS), -2.0) for n in counts)
+        fused += MARGIN + times * MARGIN * rng.standard_normal((counts[1], 1))
+        fused += 0.3 * ERROR * np.sqrt(TEXTS) * rng.standard_normal(TEXTS)
+        between = between_launches([stock, fused])
+        assert between is not None
+        assert between == between_launches([fused, stock])
+        assert between.degrees == counts[1] - 1
+        count += passed(equivalence([stock, fused]))
+    assert count <= MOST
+
+
 def test_what_the_error_of_launches_costs() -> None:
     """At no shift: a quarter of the margin as the error over texts, all of it each launch's own."""
     for launches, least in ((2, 0.50), (4, 0.85)):

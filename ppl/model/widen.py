@@ -294,9 +294,19 @@ def make(
     """
     if out.resolve() == model.resolve():
         raise PplError(f"--out {out} is the model itself: give another folder")
+    if seed < 0 or tokens < 0:
+        raise PplError(f"--seed {seed}, --tokens {tokens}: expected neither below 0")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise PplError(f"--device {device}: {str(e).partition(chr(10))[0]}") from None
     ids = _read(text, tokens) if tokens else None
+    others = sorted(p.name for p in out.glob("*.safetensors*") if p.name != WEIGHTS)
+    if others:  # a server reads every file of weights that is there
+        raise PplError(f"--out {out} holds {others[0]}, of another model: give another folder")
     source = load(model)
     made, drawn = widen(source, heads, seed=seed)
+    (out / RECORD).unlink(missing_ok=True)  # of other weights, should what follows fail
     save(made, out)
     record: dict[str, Any] = {
         "source": model.resolve().name,

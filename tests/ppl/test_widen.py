@@ -202,6 +202,10 @@ def test_the_command_leaves_a_model_and_its_record(
         (["--tokens", "9"], "expected at least 64 bytes"),
         (["--model", "nowhere"], "nowhere: not a model of this shape"),
         (["--out", "SOURCE"], "is the model itself"),
+        (["--seed", "-1"], "--seed -1, --tokens 2048: expected neither below 0"),
+        (["--tokens", "-5"], "expected neither below 0"),
+        (["--device", "nosuch"], "--device nosuch: "),
+        (["--device", "meta:x"], "--device meta:x: "),
     ],
 )
 def test_what_can_not_be_widened_is_one_line(
@@ -216,6 +220,30 @@ def test_what_can_not_be_widened_is_one_line(
     assert says in said
     assert said.count("\n") == 1
     assert not out.exists()
+
+
+def test_weights_of_another_model_are_not_mixed_in(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "wide"
+    out.mkdir()
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"")
+    given = ["--model", str(source), "--out", str(out), "--device", "cpu", "--heads", "8"]
+    assert widen.main(given) == 2
+    assert "holds model-00001-of-00002.safetensors, of another model" in capsys.readouterr().err
+    assert len(list(out.iterdir())) == 1
+
+
+def test_a_record_does_not_outlive_its_weights(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "wide"
+    given = ["--model", str(source), "--out", str(out), "--device", "cpu", "--heads", "8"]
+    assert widen.main([*given, "--tokens", "0"]) == 0
+    assert (out / model.RECORD).exists()
+    monkeypatch.setattr(widen, "CLOSE_NATS", -1.0)
+    assert widen.main([*given, "--seed", "5"]) == 2
+    assert not (out / model.RECORD).exists()
 
 
 # -- how such a model is served ---------------------------------------------------------

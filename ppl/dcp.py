@@ -98,6 +98,10 @@ def run(asked: Options, pace: Pace, *, stands_for: str | None = None) -> DcpEvid
     if asked.dcp < 2 and not asked.attached:  # noqa: PLR2004 - one rank shares with nobody
         raise PplError(f"--dcp {asked.dcp}: expected at least 2, to be compared with 1")
     transport.no_retry_logs()
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise PplError(f"can't write to {asked.out}: {e.strerror}") from None
     documents, warnings = inputs.documents(asked, pace.say)
     model = asked.model or stands_for
     if model is None and not asked.attached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,6 +94,7 @@ def perf(
     from equiv.pairs import add_checkout_paths, load_pair
     from equiv.perf import report, run, tail
     from equiv.run import find_device
+    from equiv.stopping import as_interrupt
 
     add_checkout_paths()
     where = find_device(device)
@@ -136,20 +138,19 @@ def perf(
     def progress(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
-    made = run.run(
-        run.Asked(
-            pair=pair,
-            candidates=tuple(candidate or ()),
-            device=where,
-            library=library,
-            out=out,
-            command=command_line(),
-            tail=not part or "tail" in part,
-            only=only,
-            serving=serving,
-        ),
-        progress,
+    asked = run.Asked(
+        pair=pair,
+        candidates=tuple(candidate or ()),
+        device=where,
+        library=library,
+        out=out,
+        command=command_line(),
+        tail=not part or "tail" in part,
+        only=only,
+        serving=serving,
     )
+    with as_interrupt(signal.SIGTERM):  # so that its servers end with it
+        made = run.run(asked, progress)
     document.show(report.blocks(made), sys.stdout)
     sys.stdout.write(f"in {out / 'perf.json'} and {out / 'perf.md'}\n")
     raise typer.Exit(made.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ for name in ("pydantic", "scipy", "torch"):
 
 import torch  # noqa: E402 - the packages decide first
 
-from ppl import dcp_evidence, rounding  # noqa: E402
+from ppl import dcp, dcp_evidence, rounding  # noqa: E402
 from ppl.dcp_evidence import TextFigures, figures  # noqa: E402
 from ppl.errors import PplError  # noqa: E402
 from ppl.model import k3  # noqa: E402
 from ppl.model.network import Network, Shape  # noqa: E402
+from ppl.options import Options  # noqa: E402
+from ppl.pace import Pace  # noqa: E402
 
 TOKENS = 120
 
@@ -270,3 +273,10 @@ def test_the_two_servers_differ_in_the_sharding_and_the_route() -> None:
     assert (alone.dcp, alone.route) == (1, "stock")
     assert (sharded.dcp, sharded.route) == (2, "fused")
     assert (alone.extra, alone.workspace) == (sharded.extra, sharded.workspace)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    asked = Options(out=tmp_path / "file", texts=("nosuch",))
+    with pytest.raises(PplError, match=r"can't write to .*file: File exists"):
+        dcp.run(asked, Pace(io.StringIO()))

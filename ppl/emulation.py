@@ -8,8 +8,8 @@ in fp8 alone. A run without it reaches that branch only on a device that has suc
 
 from __future__ import annotations
 
-from ppl.facts import ServerFacts
-from ppl.observe import EMULATED_BY, FP8_KIND, Difference, Snapshot
+from ppl.facts import EMULATED_BY, ServerFacts
+from ppl.observe import FP8_KIND, Difference, Snapshot
 
 FLAG = "--emulate-fp8-prefill"
 MARK = "EMULATED"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from equiv import seal
 from equiv.files import write_whole
 from ppl.errors import PplError
 from ppl.plan import Configuration
@@ -18,6 +19,8 @@ from ppl.plan import Configuration
 Arm = Literal["stock", "fused"]
 ARMS: tuple[Arm, Arm] = ("stock", "fused")
 NAME = "run.json"
+EMULATED_BY = "fp8_prefill"
+"""Fact of a server that emulates fp8 prefill: the name of its backend."""
 
 
 class _Frozen(BaseModel):
@@ -177,6 +180,8 @@ class RunFacts(_Frozen):
     retries: dict[str, int] = {}
     timing: list[Timing] = []
     burst: Burst | None = None
+    content_sha256: str = ""
+    """Digest of ``run.json`` (``equiv.seal``), in the file alone; empty before there was one."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
@@ -184,8 +189,9 @@ class RunFacts(_Frozen):
 
     @property
     def emulates_fp8(self) -> bool:
-        """Whether its servers emulated fp8 prefill (``ppl.emulation``)."""
-        return bool(self.asked.get("emulate_fp8_prefill"))
+        """Whether its servers emulated fp8 prefill (``ppl.emulation``), as asked or as seen."""
+        seen = any(server.facts.get(EMULATED_BY) for server in self.servers)
+        return bool(self.asked.get("emulate_fp8_prefill")) or seen
 
     def reasons(self) -> list[str]:
         """Return all that makes the run invalid."""
@@ -201,7 +207,7 @@ class RunFacts(_Frozen):
 def write(folder: Path, facts: RunFacts) -> None:
     """Write ``run.json``, durably and whole or not at all."""
     try:
-        write_whole(folder / NAME, facts.model_dump_json(indent=1).encode() + b"\n")
+        write_whole(folder / NAME, seal.sealed(facts.model_dump_json()).encode())
     except OSError as e:
         raise PplError(f"can't write to {folder}: {e.strerror}") from None
 
@@ -216,15 +222,22 @@ def read(folder: Path) -> RunFacts | None:
     """
     path = folder / NAME
     try:
-        return RunFacts.model_validate_json(path.read_bytes())
+        data = path.read_bytes()
+        made = RunFacts.model_validate_json(data)
+        damage = seal.broken(seal.loads(data))
     except FileNotFoundError:
         return None
     except ValidationError as e:
         one = e.errors()[0]
         where = ".".join(str(x) for x in one["loc"])
         raise PplError(f"{path} is damaged: {where}: {one['msg']}") from None
+    except ValueError as e:
+        raise PplError(f"{path} is damaged: {e}") from None
     except OSError as e:
         raise PplError(f"can't read {path}: {e.strerror}") from None
+    if damage:
+        raise PplError(f"{path} is damaged: {damage}")
+    return made.model_copy(update={"content_sha256": ""})
 
 
 def differences(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:

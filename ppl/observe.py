@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ppl.errors import BadAnswer
+from ppl.facts import EMULATED_BY
 from ppl.transport import Endpoint
 
 Channel = Literal["collective_rpc", "metrics"]
@@ -23,8 +24,6 @@ COUNTERS = ("calls", "chunks", "continuations", "packs", "pack_rows")
 RPC_ONLY = ("context_tokens",)
 FP8_ONLY = ("fp8_calls", "fp8_packs")
 """Also of ``/collective_rpc``: calls and packs in fp8, planned where fp8 prefill is emulated."""
-EMULATED_BY = "fp8_prefill"
-"""Fact of a server that emulates fp8 prefill: the name of its backend."""
 PYNCCL = "pynccl"
 """Fact of a server whose ranks know it: whether a decode step's reduce-scatter runs."""
 FP8_KIND = ">float8_e4m3fn"

@@ -41,7 +41,9 @@ def complete(
         for run in runs
         if (run.claim, run.margin_nats) != (claim, margin)
     ]
-    warnings = list(dict.fromkeys(w for run in runs for w in (*run.warnings, *launches(run, used))))
+    said = emulation.warnings(asked=any(run.emulates_fp8 for run in runs))
+    said += [w for run in runs for w in (*run.warnings, *launches(run, used))]
+    warnings = list(dict.fromkeys(said))
     warnings += list(dict.fromkeys(late))
     not_covered = list(dict.fromkeys(x for run in runs for x in run.not_covered))
     decided = made.decided

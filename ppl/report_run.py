@@ -6,8 +6,7 @@ import math
 
 from equiv.document import Table, counted
 from ppl import emulation
-from ppl.facts import Burst, RunFacts
-from ppl.observe import EMULATED_BY
+from ppl.facts import EMULATED_BY, Burst, RunFacts
 
 Fact = tuple[str, str | tuple[str]]
 Titled = tuple[str, Table]

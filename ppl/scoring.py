@@ -14,8 +14,9 @@ import numpy as np
 from ppl import client, preflight
 from ppl.client import Method, Scored
 from ppl.errors import BadAnswer, PplError, Unreachable
+from ppl.facts import EMULATED_BY
 from ppl.inputs import Input
-from ppl.observe import EMULATED_BY, FP8_ONLY, Difference, Snapshot, difference, observe
+from ppl.observe import FP8_ONLY, Difference, Snapshot, difference, observe
 from ppl.plan import Configuration, Planned
 from ppl.servers import Server
 from ppl.store import Floats, Observed, check

@@ -20,7 +20,7 @@ from fake_vllm import Options as Fake
 from fault_proxy import Proxy
 
 from equiv.command import run_app
-from ppl import evidence, judge, preflight, runner, tokens
+from ppl import evidence, facts, judge, preflight, runner, tokens
 from ppl import top1 as argmax
 from ppl.cli import ppl_app
 from ppl.errors import PplError, Stale
@@ -467,8 +467,8 @@ def test_progress_says_how_fast_and_how_long(fake: Start, texts: Path, tmp_path:
     lines = (tmp_path / "progress").read_text("utf-8")
     assert "tokens/s" in lines
     assert "16 of 16" in lines
-    facts = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
-    assert facts["timing"][0]["scored_tokens"] > 0
+    kept = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
+    assert kept["timing"][0]["scored_tokens"] > 0
 
 
 def test_a_run_that_was_stopped_is_invalid_until_it_is_finished(
@@ -676,6 +676,40 @@ def test_a_run_whose_facts_were_deleted_is_invalid(
     (reason,) = made.decided.reasons
     assert reason.startswith("12 results of a run without a run.json: what else was asked for")
     assert not any(x.startswith("whether the results are whole") for x in made.not_covered)
+
+
+def test_facts_that_were_edited_are_noticed(fake: Start, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    go(fake(route="stock"), fake(route="fused"), texts, out, margin=1e-3)
+    path = out / facts.NAME
+    whole = path.read_text("utf-8")
+    assert judge.stated([out], None, None) == ("identical", 1e-3)
+    with pytest.raises(PplError, match=r"margin 0\.0"):
+        judge.compare_stored([out], margin=judge.stated([out], None, 0.0)[1])
+    raw = json.loads(whole)
+    for change in ({"texts": raw["texts"][1:]}, {"asked": raw["asked"] | {"launches": 1}}):
+        path.write_text(json.dumps(raw | change), "utf-8")
+        with pytest.raises(PplError, match=r"run\.json is damaged: its content isn't what was"):
+            judge.compare_stored([out])
+    path.write_text(json.dumps(raw), "utf-8")
+    assert judge.compare_stored([out]).verdict == "IDENTICAL"
+
+
+def test_servers_that_emulated_say_so_whatever_was_asked(
+    fake: Start, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    servers = (fake(route=a, fp8="yes") for a in ("stock", "fused"))
+    assert go(*servers, texts, out, emulate_fp8=True).verdict == "IDENTICAL"
+    known = facts.read(out)
+    assert known is not None
+    asked = {k: v for k, v in known.asked.items() if k != "emulate_fp8_prefill"}
+    facts.write(out, known.model_copy(update={"asked": asked, "warnings": []}))
+    made = judge.compare_stored([out])
+    assert made.run is not None
+    assert made.run.emulates_fp8
+    assert made.decided.reasons[-1].startswith("EMULATED")
+    assert made.warnings[0].startswith("EMULATED")
 
 
 def test_compare_takes_what_the_run_stated_and_says_what_was_stated_late(

@@ -78,6 +78,10 @@ def main(words: list[str]) -> int:
     if words[:1] == ["--compare"]:
         sys.stdout.write(" ".join(str(x) for x in timed(Path(words[1]), Path(words[2]))) + "\n")
         return 0
+    if len(words) > 1 or not all(w.isdecimal() and int(w) for w in words):
+        said = " ".join(words)
+        sys.stderr.write(f"bytegate: ppl bench: {said!r}: expected a number of tokens, or client\n")
+        return 2
     tokens = int(words[0]) if words else TOKENS
     with tempfile.TemporaryDirectory() as folder:
         stored, out = Path(folder, "stored"), Path(folder, "out")

@@ -13,6 +13,7 @@ import typer
 
 from equiv import document
 from equiv.command import INTERRUPTED
+from equiv.errors import UsageError
 from equiv.stopping import as_interrupt
 from ppl.run_cli import module, token_range
 
@@ -54,6 +55,8 @@ def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     ),
 ) -> None:
     """Compare decode context parallelism with tensor parallelism alone, token by token."""
+    if bool(alone) != bool(sharded):
+        raise UsageError("--alone and --sharded belong together: give both addresses, or neither")
     options: Any = module("options")
     evidence: Any = module("dcp_evidence")
     made = options.Options(

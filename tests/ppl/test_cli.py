@@ -191,3 +191,13 @@ def test_the_benchmark_runs(
     monkeypatch.setattr(bench, "MOST_S", 200.0)  # the machine may be shared
     assert bench.main(["100000"]) == 0
     assert "100,000 stored tokens compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["0"], ["3", "4"], ["many"]])
+def test_bench_takes_a_number_of_tokens(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "expected a number of tokens, or client" in said

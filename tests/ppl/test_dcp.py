@@ -280,3 +280,14 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     asked = Options(out=tmp_path / "file", texts=("nosuch",))
     with pytest.raises(PplError, match=r"can't write to .*file: File exists"):
         dcp.run(asked, Pace(io.StringIO()))
+
+
+@pytest.mark.parametrize("given", ["--alone", "--sharded"])
+def test_one_address_is_one_too_few(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from equiv.command import run_app
+    from ppl.cli import ppl_app
+
+    assert run_app(ppl_app, ["dcp", given, "http://one:8000"], "bytegate ppl") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "--alone and --sharded belong together" in said

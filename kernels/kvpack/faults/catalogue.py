@@ -90,7 +90,7 @@ MODES: tuple[tuple[str, Fault], ...] = tuple(
             "graph",
             "M02",
             "host looks at data",
-            "of_modes:looks_at_data",
+            "unlisted_conduct:looks_at_data",
             "of_modes:looks_at_nothing",
         ),
         (

@@ -1,7 +1,7 @@
 """Faults that one calling mode of a GPU alone can catch, each beside a twin with one thing right.
 
 M01  stream: works on the default stream, but for a capture. Twin: on the caller's.
-M02  graph: lets the host look at data. Twin: doesn't.
+M02  graph: U34 of ``unlisted_conduct``, which lets the host look at data. Twin: doesn't.
 M04  gpu_hog: waits for a side stream by time, measured once while nothing else ran, not by an
      event. Twin: by the event.
 M05  second_device: makes its outputs on the current device. Twin: on that of the operands.
@@ -44,13 +44,6 @@ def callers_stream(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:  # noq
         return CLEAN(kv_nope, k_pe, use_fp8)
     with torch.cuda.stream(torch.cuda.current_stream(kv_nope.device)):
         return CLEAN(kv_nope, k_pe, use_fp8)
-
-
-def looks_at_data(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:  # noqa: FBT001
-    """M02: ask the host whether k_pe is all zero, which no graph can capture."""
-    if k_pe.numel():
-        bool((bits(k_pe) != 0).any())
-    return CLEAN(kv_nope, k_pe, use_fp8)
 
 
 def looks_at_nothing(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:  # noqa: FBT001

@@ -15,7 +15,7 @@ from equiv import document
 from equiv.command import INTERRUPTED
 from equiv.errors import UsageError
 from equiv.stopping import as_interrupt
-from ppl.run_cli import module, token_range
+from ppl.run_cli import ShareGpu, module, token_range
 
 
 def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
@@ -39,6 +39,7 @@ def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     workspace: Annotated[
         int | None, typer.Option(min=1, help="Rows of the chunked-prefill workspace.")
     ] = None,
+    share_gpu: ShareGpu = False,  # noqa: FBT002
     texts: Annotated[
         list[str] | None,
         typer.Option(help="As of bytegate ppl run. Repeatable; default: ten."),
@@ -68,6 +69,7 @@ def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         tp=tp,
         dcp=dcp,
         workspace=workspace,
+        share_gpu=share_gpu,
         texts=tuple(texts or ()),
         full=full,
         tokens=token_range(tokens),

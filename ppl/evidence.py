@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from equiv import seal
 from equiv.evidence import write_text
-from ppl.emulation import MARK
+from ppl import emulation, sharing
 from ppl.errors import PplError
 from ppl.facts import RunFacts
 from ppl.stats import Noise, Tost
@@ -230,14 +230,18 @@ def contradictions(made: PplEvidence) -> list[str]:
 
 
 def _unsaid(made: PplEvidence) -> list[str]:
-    """Name what an emulating run must say of itself and doesn't."""
-    if made.run is None or not made.run.emulates_fp8:
+    """Name what a run that emulates, or whose ranks share GPUs, must say of itself and doesn't."""
+    run = made.run
+    if run is None:
         return []
     lists = {"warnings": made.warnings, "reasons": made.decided.reasons}
+    wanted = {emulation.MARK: "fp8 prefill was emulated"} if run.emulates_fp8 else {}
+    wanted |= {sharing.MARK: "ranks shared a GPU"} if run.shares_gpu else {}
     return [
-        f"fp8 prefill was emulated, and the {name} don't say so"
+        f"{what}, and the {name} don't say so"
+        for mark, what in wanted.items()
         for name, lines in lists.items()
-        if not any(x.startswith(MARK) for x in lines)
+        if not any(x.startswith(mark) for x in lines)
     ]
 
 

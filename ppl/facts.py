@@ -22,6 +22,9 @@ NAME = "run.json"
 EMULATED_BY = "fp8_prefill"
 """Fact of a server that emulates fp8 prefill: the name of its backend."""
 
+SHARED = "share_gpu"
+"""Fact of a server whose ranks share GPUs (``kvroute.shared``): how many of each."""
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -192,6 +195,11 @@ class RunFacts(_Frozen):
         """Whether its servers emulated fp8 prefill (``ppl.emulation``), as asked or as seen."""
         seen = any(server.facts.get(EMULATED_BY) for server in self.servers)
         return bool(self.asked.get("emulate_fp8_prefill")) or seen
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether ranks of its servers shared a GPU (``ppl.sharing``)."""
+        return any(server.facts.get(SHARED) for server in self.servers)
 
     def reasons(self) -> list[str]:
         """Return all that makes the run invalid."""

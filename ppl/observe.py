@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ppl.errors import BadAnswer
-from ppl.facts import EMULATED_BY
+from ppl.facts import EMULATED_BY, SHARED
 from ppl.transport import Endpoint
 
 Channel = Literal["collective_rpc", "metrics"]
@@ -185,6 +185,8 @@ def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
     backends = {t.get(EMULATED_BY) for t in tallies}
     if backends != {None}:
         facts[EMULATED_BY] = ", ".join(sorted(str(b or "one rank none") for b in backends))
+    shared = [t[SHARED] for t in tallies if t.get(SHARED)]
+    facts |= {SHARED: shared[0]} if shared else {}
     works = pynccl_of(tallies)
     if works is not None:
         facts[PYNCCL] = works

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppl import emulation, of_burst, verdict
+from ppl import emulation, of_burst, sharing, verdict
 from ppl.evidence import PplEvidence
 from ppl.facts import Instance, RunFacts
 from ppl.store import Stored
 
-LOUD = ("NO CONTINUATION", "WITHOUT", emulation.MARK)
+LOUD = ("NO CONTINUATION", "WITHOUT", emulation.MARK, sharing.MARK)
 """How warnings begin that a verdict may not be read without."""
 WORST = ("INVALID", "DIFFERENT", "INCONCLUSIVE")
 """Words of the concurrency arm that become the run's, worst first; others are only told."""
@@ -42,6 +42,7 @@ def complete(
         if (run.claim, run.margin_nats) != (claim, margin)
     ]
     said = emulation.warnings(asked=any(run.emulates_fp8 for run in runs))
+    said += sharing.warnings(shared=any(run.shares_gpu for run in runs))
     said += [w for run in runs for w in (*run.warnings, *launches(run, used))]
     warnings = list(dict.fromkeys(said))
     warnings += list(dict.fromkeys(late))

@@ -46,6 +46,7 @@ class Options:
     route : of the fused arm.
     tp, dcp, workspace : as of ``bytegate serve``.
     emulate_fp8 : both servers emulate fp8 prefill (``ppl.emulation``).
+    share_gpu : ranks share GPUs where there are fewer of these (``ppl.sharing``).
     one_at_a_time : launch the arms one after the other.
     texts : specifications as of ``texts.sources``; empty: the built-in ten.
     full : 30,000 to 36,000 tokens a text, and a long one.
@@ -69,6 +70,7 @@ class Options:
     dcp: int = 2
     workspace: int | None = None
     emulate_fp8: bool = False
+    share_gpu: bool = False
     one_at_a_time: bool = False
     texts: tuple[str, ...] = ()
     without_broken: bool = False
@@ -145,6 +147,8 @@ def _check_servers(o: Options) -> None:
             raise PplError(f"{name} {shown(url)}: expected http://HOST:PORT")
     if o.attached and o.model is not None:
         raise PplError("--model launches servers, and --stock and --fused name some: give one")
+    if o.attached and o.share_gpu:
+        raise PplError("--share-gpu launches servers, and --stock and --fused name some")
     if o.attached and o.one_at_a_time:
         raise PplError("--one-at-a-time launches servers, and --stock and --fused name some")
     if o.attached and o.stock.rstrip("/") == o.fused.rstrip("/"):

@@ -16,7 +16,7 @@ from typing import Any
 
 from equiv.environment import shortened
 from kvroute.faults import LOOP_TITLES
-from ppl import emulation, pynccl
+from ppl import emulation, pynccl, sharing
 from ppl.errors import BadAnswer, PplError
 from ppl.facts import Arm, ServerFacts
 from ppl.observe import Channel, Snapshot, find_channel, observe
@@ -143,7 +143,7 @@ def check(
     wrong = [*_route(snapshot, wanted), *_ranks(snapshot, settings)]
     wrong += emulation.amiss(snapshot, asked=emulate_fp8)
     amiss += [f"{arm}: {x}" for x in wrong]
-    open_ += _blanks(arm, snapshot, whole)
+    open_ += [*_blanks(arm, snapshot, whole), *sharing.open_(arm, snapshot.facts)]
     if pynccl.off(snapshot, whole):
         open_.append(pynccl.open_(arm, snapshot.facts))
     untouched, problem = _untouched(endpoint, channel)
@@ -291,7 +291,7 @@ def compare(stock: Checked, fused: Checked) -> tuple[list[str], list[str]]:
     ):
         if x != y:
             amiss.append(f"{what} differ: stock {x}, fused {y}")
-    amiss += [*emulation.between(a, b), *pynccl.between(a, b)]
+    amiss += [*emulation.between(a, b), *pynccl.between(a, b), *sharing.between(a, b)]
     if not (stock.whole and fused.whole):
         names = sorted(set(a.settings) & set(b.settings))
         open_.append(f"that all else of the configuration is equal: {', '.join(names)} are")

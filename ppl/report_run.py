@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from equiv.document import Table, counted
-from ppl import emulation
+from ppl import emulation, sharing
 from ppl.facts import EMULATED_BY, Burst, RunFacts
 
 Fact = tuple[str, str | tuple[str]]
@@ -21,6 +21,8 @@ def facts(run: RunFacts) -> list[Fact]:
         found.append(("token ids from", run.tokenizer))
     if run.emulates_fp8:
         found.append(("fp8 prefill", f"{emulation.MARK}: {_backends(run)}"))
+    if run.shares_gpu:
+        found.append(("GPUs", sharing.line(run.servers)))
     if run.order:
         found.append(("order", run.order))
     if run.configuration is not None:

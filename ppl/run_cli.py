@@ -18,6 +18,15 @@ from equiv.command import INTERRUPTED, needing
 from equiv.stopping import as_interrupt
 from ppl.errors import PplError
 
+ShareGpu = Annotated[
+    bool,
+    typer.Option(
+        "--share-gpu",
+        help="Ranks share GPUs where there are fewer of these, NCCL between them by sockets. "
+        "Evidence for bytes on a host with one GPU, not for time.",
+    ),
+]
+
 
 class RunByDefault(TyperGroup):
     """A group whose command is ``run`` where none is named."""
@@ -63,6 +72,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
             "Evidence for the fp8 pack's bytes, not for an fp8 attention kernel.",
         ),
     ] = False,
+    share_gpu: ShareGpu = False,  # noqa: FBT002
     one_at_a_time: Annotated[  # noqa: FBT002
         bool, typer.Option("--one-at-a-time", help="Launch one server after the other, ABBA.")
     ] = False,
@@ -132,6 +142,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         dcp=dcp,
         workspace=workspace,
         emulate_fp8=emulate_fp8_prefill,
+        share_gpu=share_gpu,
         one_at_a_time=one_at_a_time,
         texts=tuple(texts or ()),
         without_broken=without_broken,

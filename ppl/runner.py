@@ -133,6 +133,8 @@ class Session:
         }
         if o.emulate_fp8:
             asked["emulate_fp8_prefill"] = True
+        if o.share_gpu:
+            asked["share_gpu"] = True
         if isinstance(self.source, Attached):
             from texts.index import shown
 

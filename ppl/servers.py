@@ -145,6 +145,7 @@ class Launched:
             model=self.model,
             workspace=self.workspace,
             emulate_fp8=o.emulate_fp8,
+            share_gpu=o.share_gpu,
             extra=self.arguments,
         )
 

@@ -173,6 +173,7 @@ def texts_sentence(piece: Piece) -> str:
         return str(piece.made.verdict)
     run = piece.made.run
     emulated = "fp8 prefill EMULATED, " if run is not None and run.emulates_fp8 else ""
+    emulated += "SHARED GPU, " if run is not None and run.shares_gpu else ""
     return (
         f"{emulated}{piece.made.verdict}: {i.identical_texts:,} of {counted(i.texts, 'text')} and "
         f"{i.identical_tokens:,} of {i.tokens:,} tokens bit-identical"

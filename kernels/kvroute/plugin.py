@@ -50,6 +50,10 @@ def apply(settings: Settings) -> list[str]:
         from kvroute import cpu
 
         done += cpu.apply_all()
+    if settings.share_gpu:
+        from kvroute import shared
+
+        done += shared.install()
     if settings.workspace_rows is not None:
         from kvroute.workspace import force_rows
 

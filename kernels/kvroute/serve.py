@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvroute import fp8, model, settings
+from kvroute import fp8, model, settings, shared
 from kvroute.errors import RouteError
 from kvroute.process import STOP_SIGNALS, ServerProcess, free_port
 
@@ -81,6 +81,7 @@ class ServeOptions:
     host, port : where to listen; port 0 takes a free one.
     evidence : folder for the ranks' evidence files, or ``None``.
     emulate_fp8 : prefill in fp8 by a backend that upcasts (``kvroute.fp8``), with an fp8 cache.
+    share_gpu : ranks share GPUs where there are fewer of these (``kvroute.shared``).
     extra : arguments for vLLM, passed on as they are.
 
     """
@@ -95,6 +96,7 @@ class ServeOptions:
     port: int = 0
     evidence: Path | None = None
     emulate_fp8: bool = False
+    share_gpu: bool = False
     extra: Sequence[str] = field(default_factory=tuple)
 
 
@@ -127,12 +129,16 @@ def plan(options: ServeOptions, environ: Mapping[str, str], device: str) -> Laun
         settings.WORKSPACE: str(options.workspace) if options.workspace else None,
         settings.EVIDENCE: str(options.evidence.resolve()) if options.evidence else None,
         settings.FP8_PREFILL: fp8.EMULATE if options.emulate_fp8 else None,
+        settings.SHARE_GPU: "1" if options.share_gpu else None,
     }
     environment.update({name: value for name, value in wanted.items() if value})
     defaults = dict(BOTH_ARGUMENTS)
     if options.emulate_fp8:
         defaults.update(_fp8_arguments(options.extra))
     served = options.model
+    if options.share_gpu:
+        environment.update(shared.ENVIRONMENT)
+        defaults.update(shared.ARGUMENTS)
     if device == "cpu":
         environment = {**CPU_ENVIRONMENT, **environment}
         defaults.update(CPU_ARGUMENTS)
@@ -237,6 +243,11 @@ def parse(arguments: Sequence[str]) -> ServeOptions:
         action="store_true",
         help="fp8 cache and prefill, attention by a backend that upcasts: for the pack's bytes",
     )
+    parser.add_argument(
+        "--share-gpu",
+        action="store_true",
+        help="ranks share GPUs, NCCL between them by sockets: for bytes on a host with one GPU",
+    )
     own, extra = parser.parse_known_args(arguments)
     return ServeOptions(
         route=own.route,
@@ -249,6 +260,7 @@ def parse(arguments: Sequence[str]) -> ServeOptions:
         port=own.port,
         evidence=own.evidence,
         emulate_fp8=own.emulate_fp8_prefill,
+        share_gpu=own.share_gpu,
         extra=tuple(argument for argument in extra if argument != "--"),
     )
 
@@ -288,6 +300,8 @@ def _check(options: ServeOptions, environ: Mapping[str, str], device: str) -> No
         _check_folder(options.evidence)
     if device != "cpu" and options.model is None:
         raise RouteError("--model is missing: the small model is for machines without a GPU")
+    if device == "cpu" and options.share_gpu:
+        raise RouteError("--share-gpu: there is no GPU here; ranks on a CPU need nothing of it")
     names = {p.name for p in importlib.metadata.entry_points(group="vllm.general_plugins")}
     allowed = environ.get("VLLM_PLUGINS")
     if PLUGIN not in names or (allowed is not None and PLUGIN not in allowed.split(",")):

@@ -32,10 +32,13 @@ EVIDENCE = "BYTEGATE_EVIDENCE_DIR"
 FP8_PREFILL = "BYTEGATE_FP8_PREFILL"
 """``emulate``: prefill in fp8 where no backend takes it, by one that upcasts (``kvroute.fp8``)."""
 
+SHARE_GPU = "BYTEGATE_SHARE_GPU"
+"""``1``: ranks share GPUs where there are fewer of these (``kvroute.shared``)."""
+
 BOTH = "both:"
 """Before a pack: every call of the loop runs with it and without it."""
 
-VARIABLES = (ROUTE, PATCH, WORKSPACE, CPU_DCP, EVIDENCE, FP8_PREFILL)
+VARIABLES = (ROUTE, PATCH, WORKSPACE, CPU_DCP, EVIDENCE, FP8_PREFILL, SHARE_GPU)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Settings:
     cpu_dcp : whether the CPU platform's lacks are to be filled.
     evidence : folder for evidence files, or ``None``.
     emulate_fp8 : whether fp8 prefill is to be emulated.
+    share_gpu : whether ranks are to share GPUs.
 
     """
 
@@ -59,6 +63,7 @@ class Settings:
     cpu_dcp: bool = False
     evidence: Path | None = None
     emulate_fp8: bool = False
+    share_gpu: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Settings:
@@ -73,9 +78,9 @@ class Settings:
         rows = environ.get(WORKSPACE, "")
         if rows and not (rows.isdecimal() and int(rows) > 0):
             raise RouteError(f"{WORKSPACE}={rows!r}: expected a positive number of rows")
-        flag = environ.get(CPU_DCP, "")
-        if flag not in ("", "0", "1"):
-            raise RouteError(f"{CPU_DCP}={flag!r}: expected 0 or 1")
+        for name in (CPU_DCP, SHARE_GPU):
+            if environ.get(name, "") not in ("", "0", "1"):
+                raise RouteError(f"{name}={environ[name]!r}: expected 0 or 1")
         fp8 = environ.get(FP8_PREFILL, "")
         if fp8 not in ("", EMULATE):
             raise RouteError(f"{FP8_PREFILL}={fp8!r}: expected {EMULATE}")
@@ -90,9 +95,10 @@ class Settings:
             route=route,
             patches=patches,
             workspace_rows=int(rows) if rows else None,
-            cpu_dcp=flag == "1",
+            cpu_dcp=environ.get(CPU_DCP) == "1",
             evidence=Path(folder) if folder else None,
             emulate_fp8=bool(fp8),
+            share_gpu=environ.get(SHARE_GPU) == "1",
         )
 
 

@@ -1,9 +1,10 @@
 """Ranks that share GPUs: decode context parallelism on a host with fewer GPUs than ranks.
 
-vLLM gives each rank of a node a GPU of its own, and NCCL refuses two ranks of one host on one
-device. Here rank r takes GPU r modulo the number of them, and NCCL is told that each rank is a host
-of its own, so that it connects them by sockets. Everything else is vLLM's and NCCL's own: the loop,
-the collectives, the kernels. What it shows is bytes; its times are those of ranks that take turns.
+Where there are enough, nothing changes. vLLM gives each rank of a node a GPU of its own, and NCCL
+refuses two ranks of one host on one device. Here rank r takes GPU r modulo the number of them, and
+NCCL is told that each rank is a host of its own, so that it connects them by sockets. Everything
+else is vLLM's and NCCL's own: the loop, the collectives, the kernels. What it shows is bytes; its
+times are those of ranks that take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 NAME = "share_gpu"
-"""What a rank's tally calls it: the number of GPUs that the ranks share."""
+"""What a rank's tally calls it where ranks do share: ``{"ranks": 2, "gpus": 1}``."""
 
 NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -73,7 +74,9 @@ def install(config: Any = None, count: Any = None) -> list[str]:
     from kvroute.tally import TALLY
 
     if config is None:
-        from vllm.config import ParallelConfig as config  # noqa: N813
+        from vllm.config import ParallelConfig
+
+        config = ParallelConfig
     if count is None:
         from vllm.platforms import current_platform
 
@@ -87,11 +90,13 @@ def install(config: Any = None, count: Any = None) -> list[str]:
     @functools.wraps(placed)
     def shared(self: Any, local_rank: int, *more: Any, **named: Any) -> int:
         index = int(placed(self, local_rank, *more, **named))
-        gpus = int(count())
+        ranks, gpus = int(self.world_size), int(count())
         if gpus < 1:
             raise RouteError("ranks can't share a GPU: there is none")
+        if ranks <= gpus:
+            return index
         as_a_host(index)
-        TALLY.note(**{NAME: gpus})
+        TALLY.note(**{NAME: {"ranks": ranks, "gpus": gpus}})
         return index % gpus
 
     shared.shares = True  # type: ignore[attr-defined]

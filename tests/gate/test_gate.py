@@ -157,6 +157,7 @@ def test_a_loop_that_was_not_vllms_own_is_invalid(tree: Path) -> None:
 def test_ranks_that_shared_a_gpu_are_not_taken_for_ranks_with_one_each(
     shared: bool,  # noqa: FBT001
     tree: Path,
+    page: None,
 ) -> None:
     line = (
         "D = 4, ranks with a device each (NVLink, peer memory): 4 ranks shared 1 GPU, connected by "
@@ -176,8 +177,9 @@ def test_ranks_that_shared_a_gpu_are_not_taken_for_ranks_with_one_each(
     assert cell(tree, "loop", "gpu")["state"] == "passed"
     said = f"vLLM's loop on gpu NVIDIA H200: nccl: {line}"
     assert (said in made_of(tree)["not_covered"]) == shared
-    text = (tree / "out" / "gate.md").read_text(encoding="utf-8")
-    assert ("ranks of lane nccl SHARED 1 GPU, connected by sockets" in text) == shared
+    for name in ("gate.md", "gate.html"):
+        text = (tree / "out" / name).read_text(encoding="utf-8")
+        assert ("ranks of lane nccl SHARED 1 GPU, connected by sockets" in text) == shared
     assert done.code == 0
 
 

@@ -428,6 +428,7 @@ class LoopEvidence:
     untouched : whether vLLM's loop and what it calls were the wheel's own (``kvroute.untouched``).
     stand_ins : what replaced a thing that the device lacks.
     worst_share : the largest share of its bound against the reference that any result used.
+    share_gpu : GPUs that groups of more ranks shared in lane ``nccl``; 0 where each had its own.
 
     """
 
@@ -452,5 +453,6 @@ class LoopEvidence:
     schema: str = "bytegate.loop"
     schema_version: int = SCHEMA_VERSION
     pack_sha256: str = ""
+    share_gpu: int = 0
     validated: bool = field(default=False)
     content_sha256: str = ""

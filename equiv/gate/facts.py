@@ -54,15 +54,21 @@ def figures(cell: Cell, found: Collected) -> str:
     if cell.layer == "kernel":
         return "; ".join(_kernel_figures(p) for p in mine)
     if cell.layer == "loop":
-        return "; ".join(
-            f"{sum(x.cases for x in p.made.lanes):,} batches with pack {p.made.pack}, "
-            f"{gigabytes(sum(x.bytes_compared for x in p.made.lanes))} equal, at most "
-            f"{p.made.worst_share:.0%} of the dense reference's bound used"
-            for p in mine
-        )
+        return "; ".join(_loop_figures(p) for p in mine)
     if cell.layer == "servers":
         return "; ".join(texts_sentence(p) for p in mine)
     return "; ".join(faults_sentence(p) for p in mine)
+
+
+def _loop_figures(piece: Piece) -> str:
+    made = piece.made
+    gpus = counted(made.share_gpu, "GPU")
+    shared = f"; ranks of lane nccl SHARED {gpus}, connected by sockets" if made.share_gpu else ""
+    return (
+        f"{sum(x.cases for x in made.lanes):,} batches with pack {made.pack}, "
+        f"{gigabytes(sum(x.bytes_compared for x in made.lanes))} equal, at most "
+        f"{made.worst_share:.0%} of the dense reference's bound used{shared}"
+    )
 
 
 def _kernel_figures(piece: Piece) -> str:

@@ -37,6 +37,7 @@ class LoopRequest:
     profile: str | None = None
     device: str | None = None
     seed: int | None = None
+    share_gpu: bool = False
     out: Path = Path("out/loop")
     command: str = "bytegate loop"
 
@@ -172,10 +173,12 @@ def run_loop(
             raise UsageError(f"unknown lane {lane!r}: expected one of {', '.join(lanes.LANES)}")
     if request.device is not None:
         _check_device(request.lanes, request.device)
+    _check_share(request, request.device)
     profile = profile_of(request.profile or default_name())
     evidence.check_folder(request.out)
     device, stand_ins = prepare(request.device, request.patches)
     _check_device(request.lanes, device)
+    _check_share(request, device)
     pack, any_dims = load_pack(request.pack, device)
     options = campaign.Options(
         pack=pack,
@@ -183,9 +186,11 @@ def run_loop(
         device=device,
         profile=profile,
         seed=seed_of(profile, request.seed),
-        lanes=tuple(dict.fromkeys(request.lanes)) or default_lanes(device, _devices(device)),
+        lanes=tuple(dict.fromkeys(request.lanes))
+        or default_lanes(device, _devices(device), share=request.share_gpu),
         patches=request.patches,
         any_dims=any_dims,
+        share_gpu=request.share_gpu,
     )
     with as_interrupt(signal.SIGTERM, signal.SIGHUP):
         done, worst = _run_lanes(options, progress)
@@ -213,6 +218,7 @@ def run_loop(
         started=started.isoformat(timespec="seconds"),
         seconds=round(time.monotonic() - start, 3),
         command=request.command,
+        share_gpu=_shared(options),
     )
     from equiv import junit
 
@@ -228,6 +234,21 @@ def _check_device(names: Sequence[str], device: str) -> None:
             raise UsageError(f"lane {lane!r} runs on the CPU alone: leave --device out")
         if lane in lanes.CUDA_ONLY and device == "cpu":
             raise UsageError(f"lane {lane!r} runs on CUDA devices alone: give --device cuda there")
+
+
+def _check_share(request: LoopRequest, device: str | None) -> None:
+    """Raise ``UsageError`` where ``--share-gpu`` was given and no lane's ranks have GPUs."""
+    if request.share_gpu and device == "cpu":
+        raise UsageError("--share-gpu: there is no GPU to share on the CPU; give --device cuda")
+    if request.share_gpu and request.lanes and "nccl" not in request.lanes:
+        raise UsageError("--share-gpu is for the lane nccl alone: add --lane nccl")
+
+
+def _shared(options: campaign.Options) -> int:
+    """Return how many GPUs the ranks of a group shared; 0 where each had its own."""
+    from equiv.loop import nccl
+
+    return nccl.backend(options).shared if options.share_gpu else 0
 
 
 def _devices(device: str) -> int:
@@ -249,12 +270,12 @@ def _run_lanes(
     return [by_name[name] for name in options.lanes if name in by_name], max(worst, worst_apart)
 
 
-def default_lanes(device: str, devices: int = 0) -> tuple[str, ...]:
+def default_lanes(device: str, devices: int = 0, *, share: bool = False) -> tuple[str, ...]:
     """Return the lanes that a device runs; ``nccl`` where ``devices`` are enough for a group."""
     from equiv.loop import nccl
 
     left_out: tuple[str, ...] = lanes.CUDA_ONLY if device == "cpu" else lanes.CPU_ONLY
-    if devices < min(nccl.SIZES):
+    if devices < nccl.least_devices(share=share):
         left_out += lanes.CUDA_ONLY
     return tuple(lane for lane in lanes.LANES if lane not in left_out)
 

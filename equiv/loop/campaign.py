@@ -43,6 +43,7 @@ class Options:
     pack : the callable under test; ``name`` is its spec, ``any_dims`` whether it takes small heads
         and float32, as the CPU's own does.
     patches : specs, for the repro command.
+    share_gpu : whether ranks of the lane ``nccl`` share GPUs where there are too few.
     first_only : stop at the first finding.
     watch : is told every case before it runs, shrinking included.
 
@@ -56,6 +57,7 @@ class Options:
     lanes: tuple[str, ...] = lanes.LANES
     patches: tuple[str, ...] = ()
     any_dims: bool = True
+    share_gpu: bool = False
     first_only: bool = False
     draws: int | None = None
     shrink: bool = True
@@ -295,6 +297,8 @@ def campaign_command(options: Options, names: tuple[str, ...]) -> str:
         words += ["--pack", options.name]
     if options.device != "cpu":
         words += ["--device", options.device]
+    if options.share_gpu and "nccl" in names:  # without that lane it is refused
+        words += ["--share-gpu"]
     for patch in options.patches:
         words += ["--patch", patch]
     return shlex.join(words)

@@ -31,7 +31,7 @@ SeedOption = Annotated[int | None, typer.Option(min=0, help="0 by default; a nig
 
 
 @loop_app.callback(invoke_without_command=True)
-def loop(
+def loop(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     context: typer.Context,
     pack: Annotated[str, typer.Option(help="fused, or your own as module:function.")] = "fused",
     patch: PatchOption = None,
@@ -42,6 +42,13 @@ def loop(
     profile: ProfileOption = None,
     device: DeviceOption = None,
     seed: SeedOption = None,
+    share_gpu: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--share-gpu",
+            help="Lane nccl: ranks share GPUs, connected by sockets, where there are too few.",
+        ),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for loop.json.")] = Path("out/loop"),
 ) -> None:
     """Run vLLM's own context-parallel prefill loop with and without a pack, on drawn batches."""
@@ -59,6 +66,7 @@ def loop(
         profile=profile,
         device=device,
         seed=seed,
+        share_gpu=share_gpu,
         out=out,
         command=command_line(),
     )

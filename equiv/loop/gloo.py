@@ -5,6 +5,7 @@ from __future__ import annotations
 from equiv import evidence
 from equiv.loop import campaign, harmless, ranks
 from equiv.loop.campaign import Options
+from equiv.loop.rank import Backend
 
 CASES = {
     "dev": {2: 12, 3: 12, 4: 12},
@@ -12,7 +13,7 @@ CASES = {
     "nightly": {2: 600, 3: 600, 4: 600, 8: 100},
 }
 """Cases of each size of group, by profile: eight processes mostly wait for their cores."""
-BACKEND = ranks.Backend("gloo", "gloo")
+BACKEND = Backend("gloo", "gloo")
 
 
 def lane(

@@ -201,7 +201,7 @@ LANES = cases.LANES
 CPU_ONLY = ("gloo", "engine")
 """Lanes that need the CPU's collectives or server; on a GPU real servers take their place."""
 CUDA_ONLY = ("nccl",)
-"""Lanes that need CUDA devices, one for each of several ranks."""
+"""Lanes that need CUDA devices, one for each of several ranks unless they are to share them."""
 APART = CPU_ONLY + CUDA_ONLY
 """Lanes that start processes of their own, and whose findings are repeated by running them."""
 

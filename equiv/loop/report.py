@@ -41,6 +41,9 @@ def loop_blocks(made: LoopEvidence) -> Iterator[Block]:
     facts: list[tuple[str, str | tuple[str]]] = [("vLLM", untouched_sentence(made.untouched))]
     if made.patches:
         facts.append(("patched by", ", ".join(made.patches)))
+    if made.share_gpu:
+        gpus = document.counted(made.share_gpu, "GPU")
+        facts.append(("ranks", f"nccl: larger groups shared {gpus}, connected by sockets"))
     if made.stand_ins:
         facts.append(("stand-ins", "; ".join(made.stand_ins)))
     if n := _checked(made):

@@ -16,6 +16,7 @@ import pytest
 from evidence_tree import (
     COMMIT,
     KERNEL_LANES,
+    LOOP_LANES,
     OWN,
     arrays,
     bytegate,
@@ -150,6 +151,36 @@ def test_a_loop_that_was_not_vllms_own_is_invalid(tree: Path) -> None:
     done = gate(tree)
     assert done.code == 4
     assert "invalid: the loop isn't vLLM's own: reorg_kvcache was replaced" in done.said
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_shared_a_gpu_are_not_taken_for_ranks_with_one_each(
+    shared: bool,  # noqa: FBT001
+    tree: Path,
+    page: None,
+) -> None:
+    line = (
+        "D = 4, ranks with a device each (NVLink, peer memory): 4 ranks shared 1 GPU, connected by "
+        "sockets"
+    )
+    lanes = [lane(x, kinds={"D=2": 100}) for x in LOOP_LANES if x not in {"gloo", "engine"}]
+    lanes.append(lane("nccl", left_out=[line] if shared else []))
+    made = loop(
+        device="cuda:0",
+        lanes=lanes,
+        stand_ins=[],
+        share_gpu=int(shared),
+        environment=environment("cuda:0", vllm="0.33.0"),
+    )
+    put(tree, made, "gpu", "loop")
+    done = gate(tree)
+    assert cell(tree, "loop", "gpu")["state"] == "passed"
+    said = f"vLLM's loop on gpu NVIDIA H200: nccl: {line}"
+    assert (said in made_of(tree)["not_covered"]) == shared
+    for name in ("gate.md", "gate.html"):
+        text = (tree / "out" / name).read_text(encoding="utf-8")
+        assert ("ranks of lane nccl SHARED 1 GPU, connected by sockets" in text) == shared
+    assert done.code == 0
 
 
 def shifted(by: float) -> Callable[[str, str, Any], Any]:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from equiv.errors import UsageError  # noqa: E402
-from equiv.loop import api, campaign, gloo, harmless, isolate, lanes, nccl, ranks  # noqa: E402
+from equiv.loop import api, campaign, gloo, harmless, isolate, lanes, nccl, rank, ranks  # noqa: E402
 from equiv.loop.campaign import Options  # noqa: E402
 from equiv.loop.case import LoopCase  # noqa: E402
 from equiv.loop.result import Result  # noqa: E402
@@ -24,7 +24,7 @@ from kvroute.packs import cat_pack  # noqa: E402
 from kvroute.settings import resolve  # noqa: E402
 
 OPTIONS = Options(cat_pack, "fused", "cpu", profile_of("dev"), 0, lanes=("gloo",))
-ON_CPU = ranks.Backend("nccl", "gloo")
+ON_CPU = rank.Backend("nccl", "gloo")
 CASE = LoopCase("gloo", 2, 0, 1, 16, 2, 96, ((3, 545), (1, 0), (2, 3), (5, 0)), seed=1)
 
 
@@ -114,7 +114,7 @@ def test_a_lane_that_did_not_reach_12_heads_is_not_covered(
     ("have", "why"),
     [
         (0, "needs 2 CUDA devices, and the host has 0 devices"),
-        (1, "needs 2 CUDA devices, and the host has 1 device"),
+        (1, f"needs 2 CUDA devices, and the host has 1 device; {nccl.WAY_OUT}"),
     ],
 )
 def test_a_host_without_enough_devices_is_not_covered_by_name(
@@ -223,7 +223,7 @@ def test_spawned_ranks_are_the_same_as_forked_ones(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_group_that_does_not_come_up_is_not_covered_with_the_reason() -> None:
-    backend = ranks.Backend("nccl", "nccl", cuda=True)
+    backend = rank.Backend("nccl", "nccl", cuda=True)
     if torch.cuda.is_available():
         pytest.skip("needs a machine on which it can't")
     cases = {2: [CASE]}
@@ -233,8 +233,8 @@ def test_a_group_that_does_not_come_up_is_not_covered_with_the_reason() -> None:
 
 
 def test_the_cases_of_a_cuda_lane_name_the_rank_s_own_device() -> None:
-    backend = ranks.Backend("nccl", "nccl", cuda=True)
-    assert [backend.device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    backend = rank.Backend("nccl", "nccl", cuda=True)
+    assert [backend.device(r) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
     assert gloo.BACKEND.device(2) == "cpu"
     assert set(lanes.APART) == {"gloo", "engine", "nccl"}
     assert not Result("equal").failed
@@ -253,9 +253,9 @@ def test_a_rank_takes_its_device_before_it_meets_the_others(
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: said.append((a[0], k)))
     monkeypatch.setattr(dist, "all_reduce", lambda count: count.mul_(4))
     monkeypatch.setattr(torch, "ones", lambda n, device: said.append(("ones", device)) or ones(n))
-    backend = ranks.Backend("nccl", "nccl", cuda=True) if cuda else gloo.BACKEND
-    me = ranks._Rank(3, 4, tmp_path / "store", backend, OPTIONS, forked=True)
-    assert ranks._meet(me) is cat_pack
+    backend = rank.Backend("nccl", "nccl", cuda=True) if cuda else gloo.BACKEND
+    me = rank.Rank(3, 4, tmp_path / "store", backend, OPTIONS, forked=True)
+    assert rank.meet(me) is cat_pack
     device = torch.device("cuda:3" if cuda else "cpu")
     if cuda:
         assert said.pop(0) == ("device", device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # ruff: noqa: FBT001 - the signature is that of the op's callers
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -270,6 +271,81 @@ def test_a_refusal_during_a_capture_is_one(gpu: PlayedGpu, pair: OpPair, line: L
     result = executor.run(case)
     assert (result.status, result.spent) == ("refused", False)
     assert left_well(gpu)
+
+
+# -- side streams ---------------------------------------------------------------------
+
+
+class SideStream:
+    """A stream of which is kept whether anything on it was waited for."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.pending += 1
+        yield
+
+    def synchronize(self) -> None:
+        self.pending = 0
+
+    def wait_stream(self, other: object) -> None:
+        del other
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> SideStream:
+    made = SideStream()
+    cuda = SimpleNamespace(
+        Stream=lambda device: made,
+        stream=lambda stream: stream.entered(),
+        current_stream=lambda device: None,
+        synchronize=lambda: None,
+        _sleep=lambda cycles: None,
+    )
+    played_torch = SimpleNamespace(
+        cuda=cuda,
+        bitwise_not=torch.bitwise_not,
+        empty=lambda size, **kw: torch.empty(8, **kw),
+        empty_like=torch.empty_like,
+        uint8=torch.uint8,
+    )
+    monkeypatch.setattr(modes_cuda, "torch", played_torch)
+    return made
+
+
+def at_call(number: int, error: type[BaseException], pair: OpPair) -> Executor:
+    """Return what runs a clean kernel that raises in one of its calls."""
+    calls = itertools.count(1)
+
+    def kernel(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+        if next(calls) == number:
+            raise error
+        return CLEAN(kv_nope, k_pe, use_fp8)
+
+    return Executor(pair, Loaded("own", kernel, "dispatch"), "cpu", ())
+
+
+@pytest.mark.parametrize("mode", ["stream", "gpu_hog"])
+@pytest.mark.parametrize(("call", "wanted"), [(0, "equal"), (2, "raised")])
+def test_nothing_of_a_case_is_left_to_run_beside_the_next(
+    call: int, wanted: str, mode: str, beside: SideStream, pair: OpPair, line: Line
+) -> None:
+    executor = at_call(call, ValueError, pair)
+    assert executor.run(case_of(line(mode=mode))).status == wanted
+    assert beside.pending == 0
+
+
+def test_nor_after_a_difference(beside: SideStream, pair: OpPair, line: Line) -> None:
+    def kernel(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+        k, v = CLEAN(kv_nope, k_pe, use_fp8)
+        bits(v)[0, 0, 0] ^= 1
+        return k, v
+
+    executor = Executor(pair, Loaded("own", kernel, "dispatch"), "cpu", ())
+    assert executor.run(case_of(line(mode="gpu_hog"))).status == "divergence"
+    assert beside.pending == 0
 
 
 # -- on a GPU -------------------------------------------------------------------------

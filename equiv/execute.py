@@ -40,13 +40,19 @@ if TYPE_CHECKING:
 
 
 class Found(Exception):
-    """Ends a case with a finding."""
+    """Ends a case with a finding.
 
-    def __init__(self, kind: str, detail: str, raised_in: str = "") -> None:
+    ``returned``: the candidate's call returned, so that this is no refusal of it.
+    """
+
+    def __init__(
+        self, kind: str, detail: str, raised_in: str = "", *, returned: bool = False
+    ) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
         self.raised_in = raised_in
+        self.returned = returned
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,14 @@ class Executor:
     device : ``"cpu"`` or ``"cuda[:N]"``.
     entries : ledger entries that apply to this pair, candidate, device and versions.
 
+    Attributes
+    ----------
+    spent : whether a case left CUDA or torch in a state that this process can't be rid of for
+        certain, so that results of later cases would mean less.
+
     """
+
+    spent = False
 
     def __init__(self, pair: OpPair, loaded: Loaded, device: str, entries: Sequence[Entry]) -> None:
         self.pair = pair
@@ -113,7 +126,13 @@ class Executor:
             if e.covers_case(claim.point, aligned=claim.aligned, mode=case.mode)
         )
         seconds = time.perf_counter() - start
-        return replace(result, eligible=eligible, guard=self.loaded.guard, seconds=seconds)
+        return replace(
+            result,
+            eligible=eligible,
+            guard=self.loaded.guard,
+            seconds=seconds,
+            spent=self.spent,
+        )
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -385,7 +404,7 @@ class CaseRun:
 
     def ended(self, f: Found) -> Result:
         """Turn an exception into a refusal, a declared event or a finding."""
-        clean = f.kind == "raised" and "CUDA error" not in f.detail
+        clean = f.kind == "raised" and not f.returned and "CUDA error" not in f.detail
         if clean and self.claim.outcome == REFUSED and not self.arena.changed(self.bits):
             return Result(REFUSED, detail=f.detail, raised_in=f.raised_in)
         for e in self.x.entries:

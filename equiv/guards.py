@@ -175,6 +175,11 @@ def restore_state(state: dict[str, Any]) -> None:
     torch.set_flush_denormal(state["flushing of denormal numbers"])
     if state["CUDA device"] is not None:
         torch.cuda.set_device(state["CUDA device"])
+    stream = state["CUDA stream"]
+    if stream is not None and torch.cuda.current_stream().cuda_stream != stream:
+        torch.cuda.set_stream(
+            torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
+        )
     if state["CUDA seed"] is not None and torch.cuda.initial_seed() != state["CUDA seed"]:
         torch.cuda.manual_seed(state["CUDA seed"])
 

@@ -169,6 +169,8 @@ class Worker:
         if result.status == "crash" and self._process is not None:
             self.toll.crashes += 1
             self._kill()
+        if result.spent:
+            self._kill()  # no loss of the campaign's: it was told in time, and by itself
         if result.status in {"crash", "hang", "last_error"}:
             result = self._declared(result, case)
         done: Result = replace(result, seconds=time.perf_counter() - start)

@@ -73,6 +73,7 @@ class Result:
     oracle_checked : whether the reference was compared with the oracle.
     layouts : outputs whose pitches are not the reference's (bytes equal, layout not).
     guard : how outputs are guarded from now on, see ``equiv.execute.Loaded``.
+    spent : whether its process has to serve no further case, see ``equiv.execute.Executor``.
 
     """
 
@@ -92,6 +93,7 @@ class Result:
     layouts: tuple[str, ...] = ()
     guard: str = ""
     seconds: float = 0.0
+    spent: bool = False
 
     @property
     def failed(self) -> bool:

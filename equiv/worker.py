@@ -184,7 +184,10 @@ def _failure(error: Exception, executor: Any, case: Case) -> Any:
         kind = "out_of_memory" if "out of memory" in text else "crash"
         if kind == "crash":
             return Result(
-                _lost_or_left(), f"{type(error).__name__}: {text}", raised_in=executor.loaded.name
+                _lost_or_left(),
+                f"{type(error).__name__}: {text}",
+                raised_in=executor.loaded.name,
+                spent=executor.spent,
             )
         return DoesNotFit(f"case {case} doesn't fit on the device: {text}")
     traceback.print_exc()

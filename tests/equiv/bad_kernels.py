@@ -271,3 +271,11 @@ def takes_two(kv_nope: Tensor, k_pe: Tensor) -> Pack:
 def calls_takes_two(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
     """Takes what the pair hands it, and calls something else wrongly."""
     return takes_two(kv_nope, k_pe, use_fp8)  # type: ignore[call-arg]
+
+
+def spends(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Play a case of 2 heads after which its process is of no more use."""
+    from equiv.execute import Executor
+
+    Executor.spent = kv_nope.shape[1] == 2
+    return CLEAN(kv_nope, k_pe, use_fp8)

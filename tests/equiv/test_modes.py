@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from equiv import environment, ledger
 from equiv.case import parse
 from equiv.execute import Executor, Loaded, another_device
 from equiv.modes import CPU_MODES, CUDA_MODES, MODES, REPEATS
@@ -172,15 +173,23 @@ def test_inference_mode_ends_with_the_call(pair: OpPair, line: Line) -> None:
 def test_a_clean_kernel_passes_the_modes_of_a_gpu(mode: str, pair: OpPair, line: Line) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    executor = Executor(pair, Loaded("own", CLEAN, "dispatch"), "cuda:0", ())
-    case = parse(line(mode=mode).replace("/cpu/", "/cuda:0/"))
-    assert executor.run(case).status == "equal"
+    found = on_a_gpu("kvpack.faults.kernel:CLEAN", pair).run(
+        parse(line(mode=mode).replace("/cpu/", "/cuda:0/"))
+    )
+    assert found.status == "equal", found
 
 
 def kernel_of(name: str) -> Kernel:
     module, _, function = name.partition(":")
     found: Kernel = getattr(importlib.import_module(module), function)
     return found
+
+
+def on_a_gpu(name: str, pair: OpPair) -> Executor:
+    """Return what runs a kernel on the first GPU, with the ledger that a run applies."""
+    torch.zeros(1, device="cuda:0")  # as a worker does: the state before has a device then
+    entries = ledger.applying(ledger.load(), pair.name, name, "cuda:0", environment.versions())
+    return Executor(pair, Loaded("own", kernel_of(name), "dispatch"), "cuda:0", entries)
 
 
 def test_the_second_device_is_not_the_current_one() -> None:
@@ -211,6 +220,6 @@ def test_its_own_mode_alone_catches_a_fault(own: str, mode: str, pair: OpPair, l
     fault = dict(OF_MODES)[own]
     case = parse(line(mode=mode).replace("/cpu/", "/cuda:0/"))
     for name, right in ((fault.faulty, mode != own), (fault.clean, True)):
-        executor = Executor(pair, Loaded("own", kernel_of(name), "dispatch"), "cuda:0", ())
-        found = executor.run(case)
+        found = on_a_gpu(name, pair).run(case)
         assert (found.status == "equal") == right, (name, found)
+        assert found.status != "reference", found  # that is no finding of the kernel's

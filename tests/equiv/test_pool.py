@@ -89,6 +89,20 @@ def test_a_later_death_isn_t_placed_where_an_earlier_one_was(
         assert (result.detail, result.raised_in) == ("the process died: exit code 7", "")
 
 
+def test_a_spent_worker_is_replaced_and_is_no_loss(
+    worker: Callable[..., Worker], line: Line
+) -> None:
+    with worker("spends") as w:
+        pids = []
+        for heads in (1, 1, 2, 1):
+            result = w.run(parse(line(H=heads)))
+            assert (result.status, result.spent) == ("equal", heads == 2)
+            pids.append(w._process and w._process.pid)
+        assert pids[0] == pids[1] != pids[3]
+        assert pids[2] is None
+        assert (w.toll.crashes, w.toll.hangs) == (0, 0)
+
+
 def test_a_hanging_worker_is_a_result_and_is_replaced(
     worker: Callable[..., Worker], line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,9 @@ ENVIRONMENT = {
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "0",
     "VLLM_KIMI_K3_GEMM_AR": "0",
+    "VLLM_USE_DIRECT_DCP_A2A": "0",
+    "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
+    "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
 }
 """vLLM's collectives that map peers' memory, which needs a device for each rank."""
 

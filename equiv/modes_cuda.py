@@ -18,6 +18,9 @@ REPEATS = 20
 DELAY_NS = 4_000_000
 """How long the slow producer waits before it writes: far longer than a launch from Python takes."""
 
+HOG_COPIES = 32
+"""Copies of 256 MiB before each call: some milliseconds, longer than a call from Python takes."""
+
 SPIN_CYCLES = 4_000_000
 """The same for a side stream, in clock cycles of ``torch.cuda._sleep``."""
 
@@ -173,7 +176,7 @@ def gpu_hog(run: Any) -> Iterator[tuple[Any, Any]]:
     try:
         for _ in range(REPEATS):
             with torch.cuda.stream(side):
-                for _ in range(4):
+                for _ in range(HOG_COPIES):
                     b.copy_(a)
             run.refresh()
             actual = run.snapshot(run.call())

@@ -36,7 +36,8 @@ def open_(who: str, facts: Mapping[str, Any]) -> str:
     """Return the line that every report of such a server has, below NOT COVERED."""
     most = facts.get("decode_tokens")
     steps = f"up to {most:,}" if most is not None else "few (how few isn't told)"
-    return f"decode under DCP on {who}: {OFF}: steps of {steps} tokens are garbage"
+    cure = "vLLM 0.33 wants NCCL 2.29.7 or later"
+    return f"decode under DCP on {who}: {OFF}: steps of {steps} tokens are garbage; {cure}"
 
 
 def between(stock: ServerFacts, fused: ServerFacts) -> list[str]:

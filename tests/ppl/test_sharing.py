@@ -273,6 +273,19 @@ def test_a_sharded_server_against_one_alone(alone: str, sharded: str, fake: Star
     assert ("SHARED GPU: 2 ranks on 1 GPU, connected by sockets" in said) == shows
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_of_a_sharded_server_too_it_is_listed_what_the_flag_switched_off(
+    asked: bool,  # noqa: FBT001
+    fake: Start,  # noqa: F811
+) -> None:
+    options = Options(stock=fake(), fused=fake(route="fused"), route="fused", share_gpu=asked)
+    found, source = dcp.Found(), Attached(options)
+    pair = source.get(ARMS, lambda arm: Instance(arm=arm, launch=1, number=1, why="planned"))
+    dcp._inspect(options, source, pair["fused"], "sharded", found)
+    said = "sharded: vLLM's collectives by peers' memory"
+    assert any(x.startswith(said) for x in found.not_covered) == asked
+
+
 def test_a_report_of_it_that_hides_it_is_damaged(tmp_path: Path) -> None:
     told = {"sharded": {"facts": {SHARED: ONE}}}
     made = dcp_evidence.figures([], amiss=["why"], not_covered=[], facts=told)

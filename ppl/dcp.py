@@ -24,7 +24,7 @@ import numpy as np
 
 from equiv import environment
 from kvroute import serve
-from ppl import inputs, options, preflight, rounding, scoring, transport, validity
+from ppl import inputs, options, preflight, rounding, scoring, sharing, transport, validity
 from ppl.client import Scored
 from ppl.dcp_evidence import DcpEvidence, TextFigures, figures
 from ppl.errors import BadAnswer, PplError, Unreachable
@@ -192,7 +192,12 @@ def _inspect(
     stated.pop("decode_context_parallel_size", None)
     wanted = "untouched" if arm == ALONE else asked.route
     server.checked = preflight.check(
-        arm, server.endpoint, launched=not asked.attached, wanted=wanted, stated=stated
+        arm,
+        server.endpoint,
+        launched=not asked.attached,
+        wanted=wanted,
+        stated=stated,
+        share_gpu=asked.share_gpu,
     )
     server.snapshot = server.checked.snapshot
     facts = server.checked.facts
@@ -233,6 +238,7 @@ def _unlike(servers: Mapping[Arm, Server], found: Found) -> None:
     wrong = [f"{n} ({x} and {y})" for n, x, y in unlike if n in matter]
     if wrong:
         found.amiss.append(f"the servers' configurations differ: {', '.join(wrong[:5])}")
+    found.amiss += sharing.between(one.facts, other.facts, NAMES.values())
     rest = [f"{n} ({x} and {y})" for n, x, y in unlike if n not in matter]
     if rest:
         found.not_covered.append(f"whether it is for the sharding that these differ: {rest}")

@@ -58,6 +58,8 @@ def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     """Compare decode context parallelism with tensor parallelism alone, token by token."""
     if bool(alone) != bool(sharded):
         raise UsageError("--alone and --sharded belong together: give both addresses, or neither")
+    if alone and share_gpu:
+        raise UsageError("--share-gpu launches servers, and --alone and --sharded name some")
     options: Any = module("options")
     evidence: Any = module("dcp_evidence")
     made = options.Options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,7 +16,7 @@ from equiv import document, environment, seal
 from equiv.document import Block, Exact, Facts, Heading, Items, Table
 from equiv.errors import ExitCode
 from equiv.evidence import write_text
-from ppl import rounding
+from ppl import rounding, sharing
 from ppl.errors import PplError
 from ppl.rounding import Mask, Tolerance
 from ppl.stats import ArrayF8
@@ -161,7 +161,15 @@ class DcpEvidence(_Frozen):
             raise ValueError(f"exit code {self.exit_code} of {self.verdict}")
         if self.verdict == "WITHIN" and (outside or not self.texts or self.mean_allowed is None):
             raise ValueError(f"WITHIN, and {outside[0] if outside else 'nothing shows it'}")
+        if _sharing(self.facts) and not any(x.startswith(sharing.MARK) for x in self.reasons):
+            raise ValueError("ranks shared a GPU, and the reasons don't say so")
         return self
+
+
+def _sharing(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the facts of the servers whose ranks shared GPUs (``ppl.sharing``)."""
+    servers = [x.get("facts") for x in facts.values() if isinstance(x, dict)]
+    return [x for x in servers if isinstance(x, dict) and sharing.of(x)]
 
 
 def figures(
@@ -197,6 +205,7 @@ def figures(
     else:
         word = "WITHIN"
         reasons = ["every text, and the mean over texts, lies within what roundings allow"]
+    reasons += sharing.warnings(shared=bool(_sharing(facts)))
     return DcpEvidence(
         verdict=word,
         exit_code=int(EXIT[word]),
@@ -254,6 +263,7 @@ def blocks(made: DcpEvidence, command: str = "") -> list[Block]:
     """Return the report, for a terminal and for Markdown."""
     sums = [sum(getattr(t, n) for t in made.texts) for n in ("judged", "merged", "differing")]
     control = [sum(getattr(t, n) for t in made.texts) for n in ("control", "control_differing")]
+    shared = _sharing(made.facts)
     found: list[Block] = [
         Heading("bytegate ppl dcp", 1, made.verdict),
         Items(tuple(made.reasons[:20])),
@@ -267,6 +277,7 @@ def blocks(made: DcpEvidence, command: str = "") -> list[Block]:
                 ("mean over texts, nats", _nats(made.mean_nats)),
                 ("roundings allow", _nats(made.mean_allowed)),
                 ("tolerance from", str(made.facts.get("tolerance", "nothing"))),
+                *((("GPUs", sharing.line(shared)),) if shared else ()),
             )
         ),
     ]

@@ -23,7 +23,9 @@ EMULATED_BY = "fp8_prefill"
 """Fact of a server that emulates fp8 prefill: the name of its backend."""
 
 SHARED = "share_gpu"
-"""Fact of a server whose ranks share GPUs (``kvroute.shared``): how many of each."""
+"""Fact of a server whose ranks share GPUs (``kvroute.shared``): how many of each.
+
+A list of what each rank tells where they differ."""
 
 
 class _Frozen(BaseModel):

@@ -185,8 +185,9 @@ def _of_tallies(tallies: list[dict[str, Any]]) -> dict[str, Any]:
     backends = {t.get(EMULATED_BY) for t in tallies}
     if backends != {None}:
         facts[EMULATED_BY] = ", ".join(sorted(str(b or "one rank none") for b in backends))
-    shared = [t[SHARED] for t in tallies if t.get(SHARED)]
-    facts |= {SHARED: shared[0]} if shared else {}
+    shared = [t.get(SHARED) for t in tallies]
+    if any(shared):
+        facts[SHARED] = shared[0] if all(x == shared[0] for x in shared) else shared
     works = pynccl_of(tallies)
     if works is not None:
         facts[PYNCCL] = works

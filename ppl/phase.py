@@ -114,6 +114,7 @@ class Work:
             wanted=s.route(server.arm),
             stated=stated,
             emulate_fp8=s.options.emulate_fp8,
+            share_gpu=s.options.share_gpu,
         )
         server.checked, server.snapshot = checked, checked.snapshot
         known = next((f for f in s.facts.servers if f.arm == server.arm), None)

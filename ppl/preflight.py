@@ -103,6 +103,7 @@ def check(
     wanted: str | None,
     stated: Mapping[str, Any],
     emulate_fp8: bool = False,
+    share_gpu: bool = False,
 ) -> Checked:
     """Look at one server.
 
@@ -111,6 +112,7 @@ def check(
     wanted : the route that this arm must run; None: any but stock.
     stated : settings that the user states, by vLLM's names.
     emulate_fp8 : whether it must emulate fp8 prefill; otherwise it must not.
+    share_gpu : whether it was started so that its ranks share GPUs where there are too few.
 
     Raises
     ------
@@ -141,9 +143,10 @@ def check(
         whole |= flat({"env": info.get("vllm_env") or {}}) | flat({"machine": machine})
         whole = {k: v for k, v in whole.items() if not OWN.search(k)}
     wrong = [*_route(snapshot, wanted), *_ranks(snapshot, settings)]
-    wrong += emulation.amiss(snapshot, asked=emulate_fp8)
+    wrong += [*emulation.amiss(snapshot, asked=emulate_fp8), *sharing.amiss(snapshot)]
     amiss += [f"{arm}: {x}" for x in wrong]
-    open_ += [*_blanks(arm, snapshot, whole), *sharing.open_(arm, snapshot.facts)]
+    open_ += _blanks(arm, snapshot, whole)
+    open_ += sharing.open_(arm, snapshot.facts, asked=share_gpu)
     if pynccl.off(snapshot, whole):
         open_.append(pynccl.open_(arm, snapshot.facts))
     untouched, problem = _untouched(endpoint, channel)
@@ -258,7 +261,8 @@ def _blanks(arm: Arm, snapshot: Snapshot, whole: Mapping[str, Any]) -> list[str]
     if not whole:
         blanks.append(f"{arm}: its whole configuration (/server_info needs dev mode)")
     if snapshot.channel == "metrics":
-        blanks.append(f"{arm}: which gather ran, and rows of context (/collective_rpc tells them)")
+        hidden = "which gather ran, whether ranks shared a GPU, and rows of context"
+        blanks.append(f"{arm}: {hidden} (/collective_rpc tells them)")
     return blanks
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ppl import client, scoring, sharing
 from ppl.client import Method
 from ppl.errors import BadAnswer
-from ppl.facts import SHARED, Instance, ServerFacts
+from ppl.facts import Instance, ServerFacts
 from ppl.observe import PYNCCL
 from ppl.order import Phase
 from ppl.plan import Configuration
@@ -140,7 +140,7 @@ def changed(known: ServerFacts, now: ServerFacts) -> str:
     before, after = known.facts.get(PYNCCL), now.facts.get(PYNCCL)
     if None not in {before, after} and before != after:
         found.append(f"{PYNCCL} was {before} and is {after}")
-    if known.facts.get(SHARED) != now.facts.get(SHARED):
-        how = [sharing.of(f.facts) or "a GPU for each rank" for f in (known, now)]
-        found.append(f"it had {how[0]} and has {how[1]}")
+    had, has = (sharing.of(f.facts) or sharing.NONE for f in (known, now))
+    if had != has and sharing.tells(known) and sharing.tells(now):
+        found.append(f"it had {had} and has {has}")
     return "; ".join(found[:3])

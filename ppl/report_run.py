@@ -22,7 +22,7 @@ def facts(run: RunFacts) -> list[Fact]:
     if run.emulates_fp8:
         found.append(("fp8 prefill", f"{emulation.MARK}: {_backends(run)}"))
     if run.shares_gpu:
-        found.append(("GPUs", sharing.line(run.servers)))
+        found.append(("GPUs", sharing.line(s.facts for s in run.servers)))
     if run.order:
         found.append(("order", run.order))
     if run.configuration is not None:

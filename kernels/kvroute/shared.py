@@ -1,10 +1,11 @@
 """Ranks that share GPUs: decode context parallelism on a host with fewer GPUs than ranks.
 
-Where there are enough, nothing changes. vLLM gives each rank of a node a GPU of its own, and NCCL
-refuses two ranks of one host on one device. Here rank r takes GPU r modulo the number of them, and
-NCCL is told that each rank is a host of its own, so that it connects them by sockets. Everything
-else is vLLM's and NCCL's own: the loop, the collectives, the kernels. What it shows is bytes; its
-times are those of ranks that take turns.
+vLLM gives each rank of a node a GPU of its own, and NCCL refuses two ranks of one host on one
+device. Here rank r takes GPU r modulo the number of them, and NCCL is told that each rank is a host
+of its own, so that it connects them by sockets. Everything else is vLLM's and NCCL's own: the loop,
+NCCL's collectives, the kernels. What it shows is bytes; its times are those of ranks that take
+turns. Where there are enough GPUs, each rank has its own, as ever; a server started with
+``ENVIRONMENT`` and ``ARGUMENTS`` goes without the collectives that they switch off even then.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",  # between ranks of one host, its own network alone
 }
-"""What NCCL is told beside each rank's own host, unless the caller's environment has it."""
+"""What NCCL is told beside each rank's own host; the caller's own environment wins."""
 
 HOST = "NCCL_HOSTID"
 """NCCL takes ranks with different values for ranks of different hosts."""
@@ -39,13 +40,15 @@ ENVIRONMENT = {
     "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
     "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
 }
-"""vLLM's collectives that map peers' memory, which needs a device for each rank."""
+"""vLLM's collectives that map peers' memory, which needs a device for each rank: off.
+
+Whatever the caller's environment says: none of them can work."""
 
 ARGUMENTS = {
     "--disable-custom-all-reduce": "",  # it maps peers' memory too
     "--distributed-executor-backend": "mp",  # by default vLLM counts GPUs first, and refuses
 }
-"""What a server is started with, unless it is given."""
+"""Arguments of such a server, unless the caller gives the same one."""
 
 
 def as_a_host(rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -71,7 +74,8 @@ def install(config: Any = None, count: Any = None) -> list[str]:
     Raises
     ------
     RouteError
-        In a vLLM that places its ranks in another way.
+        In a vLLM that places its ranks in another way; once ranks would share, on several hosts,
+        by another backend than ``mp``, or without a GPU.
 
     """
     from kvroute.tally import TALLY
@@ -93,11 +97,15 @@ def install(config: Any = None, count: Any = None) -> list[str]:
     @functools.wraps(placed)
     def shared(self: Any, local_rank: int, *more: Any, **named: Any) -> int:
         index = int(placed(self, local_rank, *more, **named))
-        ranks, gpus = int(self.world_size), int(count())
+        ranks = int(self.local_world_size) * max(1, int(self.data_parallel_size_local))
+        gpus = int(count())
         if gpus < 1:
             raise RouteError("ranks can't share a GPU: there is none")
         if ranks <= gpus:
             return index
+        if self.nnodes != 1 or self.distributed_executor_backend != "mp":
+            how = f"{self.nnodes} nodes, backend {self.distributed_executor_backend}"
+            raise RouteError(f"ranks can't share a GPU: {how}; expected one node, backend mp")
         as_a_host(index)
         TALLY.note(**{NAME: {"ranks": ranks, "gpus": gpus}})
         return index % gpus

@@ -332,6 +332,38 @@ def test_servers_that_emulate_fp8_do_not_stand_for_others(tree: Path) -> None:
     assert "only servers that emulate fp8 prefill ran" in done.said
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_servers_whose_ranks_share_a_gpu_are_told_apart(
+    shared: bool,  # noqa: FBT001
+    tree: Path,
+    page: None,
+) -> None:
+    from ppl import evidence, sharing
+    from ppl.facts import RunFacts, ServerFacts
+
+    made = evidence.read(tree / "ppl" / "ppl.json")
+    told = {"share_gpu": {"ranks": 2, "gpus": 1}} if shared else {}
+    known: dict[str, Any] = dict.fromkeys(("settings_sha256", "channel", "route"))
+    known |= {"url": "", "launched": True, "model": "", "max_model_len": 1, "settings": {}}
+    one = ServerFacts(arm="stock", versions={}, facts=told, **known)
+    open_ = sharing.open_("stock", told)
+    reasons = (*made.decided.reasons, *sharing.warnings(shared=shared))
+    changed = {
+        "run": RunFacts(asked={}, claim="identical", margin_nats=None, servers=[one]),
+        "decided": made.decided.model_copy(update={"reasons": reasons}),
+        "warnings": [*sharing.warnings(shared=shared), *made.warnings],
+        "not_covered": [*made.not_covered, *open_],
+        "inputs_sha256": "0" * 64,  # its arrays are others
+    }
+    evidence.write(tree / "gpu" / "ppl.json", made.model_copy(update=changed))
+    assert gate(tree).code == 0
+    for name in ("gate.md", "gate.html"):
+        text = (tree / "out" / name).read_text(encoding="utf-8")
+        assert ("SHARED GPU, IDENTICAL" in text) == shared, name
+    said = [x for x in made_of(tree)["not_covered"] if "2 ranks on 1 GPU" in x]
+    assert len(said) == len(open_) == shared
+
+
 def test_a_larger_profile_that_was_not_run_is_not_covered(tree: Path) -> None:
     (tree / "policy.toml").write_text(
         '[kernel]\nprofile = "gate"\n[loop]\npack = "my_pack:kv_pack"\n', encoding="utf-8"

@@ -48,7 +48,8 @@ class Options:
     ``dcp`` is ``ranks`` where it is 0; so many of the last ranks as ``silent`` tell nothing.
     ``fp8`` emulates fp8 prefill: ``yes``, or with a fault, ``bf16 calls``, ``bf16 packs`` or
     ``one rank``. ``decode`` is up to how many tokens run as decode. ``pynccl`` is told by each
-    rank: ``on``, ``off``, or ``off in one rank``; by none where it is empty.
+    rank: ``on``, ``off``, or ``off in one rank``; by none where it is empty. ``shared``: its ranks
+    share a GPU, ``yes``, or all but one, ``one rank``.
     """
 
     port: int = 0
@@ -82,6 +83,7 @@ class Options:
     fp8: str = ""
     decode: int = 1
     pynccl: str = ""
+    shared: str = ""
 
 
 @dataclass
@@ -182,6 +184,7 @@ class Fake:
                 "gather": "fake",
                 "decode_tokens": o.decode,
                 **({"pynccl": self.has_pynccl(rank)} if o.pynccl else {}),
+                **({"share_gpu": {"ranks": o.ranks, "gpus": 1}} if self.shares(rank) else {}),
                 "workspace_rows": o.workspace + o.workspace // (o.dcp or o.ranks)
                 if self.finished
                 else None,
@@ -193,6 +196,10 @@ class Fake:
     def emulates(self, rank: int) -> bool:
         """Whether a rank says that it emulates fp8 prefill."""
         return bool(self.options.fp8) and not (self.options.fp8 == "one rank" and rank)
+
+    def shares(self, rank: int) -> bool:
+        """Whether a rank says that it shares a GPU."""
+        return bool(self.options.shared) and not (self.options.shared == "one rank" and rank)
 
     def has_pynccl(self, rank: int) -> bool:
         """Whether a rank's PyNccl works."""

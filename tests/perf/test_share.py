@@ -278,7 +278,10 @@ def test_tables_are_by_level_rising(measured: Callable[..., record.PerfEvidence]
 NEW = {
     "run": ("concurrency", "wall_s", "counters"),
     "metric": ("concurrency",),
-    "serving": ("loads", "prefix_caching", "not_covered", "heads", "kinds"),
+    "serving": (
+        *("loads", "prefix_caching", "not_covered", "heads", "kinds"),
+        *("sessions", "launched"),
+    ),
 }
 
 

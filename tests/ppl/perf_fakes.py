@@ -1,9 +1,9 @@
 """``bytegate perf --part serving`` with fake servers and a fake client: ``python perf_fakes.py``.
 
 All that is replaced are the two commands that are started, and what takes seconds and proves
-nothing here. ``FAKE`` has ``up_s`` and ``client_s``, how long a server takes to be up and a client
-to measure, ``pids``, a file to which every process that starts adds its name and id, and
-``question``, what is to differ in it.
+nothing here. ``FAKE`` has ``up_s``, ``down_s`` and ``client_s``, how long a server takes to be up
+and to stop, and a client to measure; ``pids``, a file to which every process that starts adds its
+name and id; ``silent``, for a client that leaves nothing; ``question``, what is to differ in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def serve(route: str, port: int) -> None:
     note("rank", rank.pid)
 
     def stop(*_: object) -> None:
+        time.sleep(FACTS.get("down_s", 0.0))
         rank.kill()
+        rank.wait()
         os._exit(0)
 
     signal.signal(signal.SIGTERM, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,21 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Return a folder that a command has filled, to copy from."""
+    made = Folder(tmp_path_factory.mktemp("whole"))
+    made.finish()
+    return made
+
+
+@pytest.fixture
+def filled(folder: Folder, whole: Folder) -> Folder:
+    """Return a folder with every launch in it, and nothing started."""
+    shutil.copytree(whole.out, folder.out)
+    return folder
+
+
 def until(there: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not there():
@@ -170,11 +186,11 @@ def test_interrupted_while_a_server_starts(
 
 
 def test_a_second_signal_leaves_no_server(folder: Folder) -> None:
-    with folder.start(client_s=60) as run:
+    with folder.start(client_s=60, down_s=1.5) as run:
         until(lambda: len(folder.started("client")) > 0)
-        for _ in range(5):
+        for _ in range(5):  # the first stops the server, which takes longer than all of them
             run.send_signal(signal.SIGTERM)
-            time.sleep(0.02)
+            time.sleep(0.1)
         run.communicate(timeout=60)
     assert run.returncode == 130
     assert folder.alive() == []
@@ -216,20 +232,16 @@ def test_two_at_a_time_are_refused(folder: Folder) -> None:
     ],
 )
 def test_another_question_is_refused_before_anything_starts(
-    folder: Folder, words: tuple[str, ...], fake: dict[str, str], says: str
+    filled: Folder, words: tuple[str, ...], fake: dict[str, str], says: str
 ) -> None:
-    with folder.start(client_s=0.2) as run:
-        until(lambda: len(folder.stored()) == 1)
-        run.kill()
-        run.communicate(timeout=60)
-    count = len(folder.started(""))
-    said = folder.finish(*words, code=2, question=fake)
+    for name in FILES[1:]:
+        (filled.serving / name).unlink()
+    said = filled.finish(*words, code=2, question=fake)
     assert says in said
     assert said.count("\n") == 1
-    assert said.startswith(f"bytegate: {folder.serving} holds launches of another question: ")
+    assert said.startswith(f"bytegate: {filled.serving} holds launches of another question: ")
     assert said.endswith("give --out another folder\n")
-    assert len(folder.started("")) == count
-    folder.finish()  # the same question goes on
+    assert filled.started("") == []
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None], *, sealed: bool) -> None:
@@ -252,33 +264,30 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None], *, sealed: bool) 
     ],
 )
 def test_a_damaged_file_is_refused_by_name(
-    folder: Folder, place: int, change: Any, *, sealed: bool, says: str
+    filled: Folder, place: int, change: Any, *, sealed: bool, says: str
 ) -> None:
-    folder.finish()
-    path = folder.serving / FILES[place - 1]
-    whole = path.read_bytes()
+    path = filled.serving / FILES[place - 1]
     if change is None:
-        path.write_bytes(whole[:100])
+        path.write_bytes(path.read_bytes()[:100])
     else:
         edit(path, change, sealed=sealed)
-    said = folder.finish(code=2)
+    said = filled.finish(code=2)
     assert said.startswith(f"bytegate: {path} is damaged: ")
     assert says in said
     assert said.count("\n") == 1
-    assert len(folder.started("server")) == 4
-    path.write_bytes(whole)
-    folder.finish()
+    assert filled.started("") == []
 
 
-def test_launches_go_in_their_order_alone(folder: Folder) -> None:
-    folder.finish()
-    (folder.serving / FILES[1]).unlink()
-    said = folder.finish(code=2)
-    assert f"{folder.serving / FILES[1]} is missing, and {FILES[2]} is there" in said
+def test_launches_go_in_their_order_alone(filled: Folder) -> None:
+    edit(filled.serving / FILES[0], lambda raw: raw.update(seconds=1.0), sealed=True)
+    (filled.serving / FILES[1]).unlink()
+    said = filled.finish(code=2)
+    assert f"{filled.serving / FILES[1]} is missing, and {FILES[2]} is there" in said
+    assert filled.started("") == []
     for name in FILES[2:]:
-        (folder.serving / name).unlink()
-    folder.finish()
-    assert folder.started("server")[4:] == [f"server-{arm}" for arm in ORDER[1:]]
+        (filled.serving / name).unlink()
+    assert "1 of 4 launches are stored" in filled.finish()  # sealed again, it is whole
+    assert filled.started("server") == [f"server-{arm}" for arm in ORDER[1:]]
 
 
 def test_results_of_a_half_launch_are_not_taken(folder: Folder) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from equiv import evidence, seal
+from equiv import evidence, seal, stopping
 from equiv.perf.record import PerfEvidence, drift
+from kvroute import serve
+from ppl import serving_server
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -70,9 +72,9 @@ class Folder:
         lines = [line.split()[0] for line in self._pids.read_text("utf-8").splitlines()]
         return [line for line in lines if line.startswith(name)]
 
-    def alive(self) -> list[str]:
-        """Return the processes that are left, within a moment."""
-        for _ in range(100):
+    def alive(self, tries: int = 100) -> list[str]:
+        """Return the processes that are left, at once or after a moment."""
+        for _ in range(tries + 1):
             found = []
             for line in self._pids.read_text("utf-8").splitlines():
                 try:
@@ -173,7 +175,7 @@ def test_it_goes_on_after_any_launch(folder: Folder, after: int, number: signal.
 def test_interrupted_while_a_server_starts(
     folder: Folder, number: signal.Signals, wait_s: float
 ) -> None:
-    with folder.start(up_s=60) as run:
+    with folder.start(up_s=60, down_s=1) as run:
         until((folder.serving / "stock-1.log").exists)  # made just before the server
         time.sleep(wait_s)
         run.send_signal(number)
@@ -181,8 +183,35 @@ def test_interrupted_while_a_server_starts(
     assert run.returncode == 130, said
     assert "interrupted: 0 of 4 launches are stored" in said
     assert folder.stored() == []
-    time.sleep(0.5)  # one that nobody stopped would have noted itself by now
-    assert not folder.started("server") or folder.alive() == []
+    # One that nobody stopped takes its second, or notes itself only now.
+    assert not wait_s or folder.alive(0) == []
+    time.sleep(0.3)
+    assert not folder.started("server") or folder.alive(0) == []
+
+
+def test_a_signal_just_after_a_start_leaves_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+
+    class Started:
+        pid = 2**22 + 1
+
+        def stop(self) -> None:
+            stopped.append("it")
+
+    def start(*_: Any, **__: Any) -> Started:
+        signal.raise_signal(signal.SIGTERM)  # it runs, and nobody has its name yet
+        return Started()
+
+    def reached() -> None:
+        with serving_server.running(serve.ServeOptions(), tmp_path, "stock", 1):
+            stopped.append("unreachable")
+
+    monkeypatch.setattr(serve, "start", start)
+    with stopping.as_interrupt(signal.SIGTERM), pytest.raises(KeyboardInterrupt):
+        reached()
+    assert stopped == ["it"]
 
 
 def test_a_second_signal_leaves_no_server(folder: Folder) -> None:
@@ -295,6 +324,7 @@ def test_results_of_a_half_launch_are_not_taken(folder: Folder) -> None:
         until((folder.serving / "stock-1-at-2-1.counters.json").exists)
         run.kill()
         run.communicate(timeout=60)
+    assert folder.alive() == []  # the client goes with its command as well
     for kind in ("json", "counters.json"):  # both runs, as of one that was cut off at its end
         text = (folder.serving / f"stock-1-at-2-1.{kind}").read_text("utf-8")
         (folder.serving / f"stock-1-at-2-2.{kind}").write_text(text, encoding="utf-8")

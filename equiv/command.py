@@ -11,16 +11,13 @@ from typing import Any
 
 import typer
 
-from equiv.errors import BytegateError, ExitCode, UsageError
+from equiv.errors import INTERRUPTED, BytegateError, ExitCode, UsageError
 
 CLICK_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 """``ClickException``, the root of bad usage: of click, or of the copy that newer typer carries."""
 
 WORDS: list[str] = []
 """What ``bytegate`` was called with, but for its name."""
-
-INTERRUPTED = 130
-"""What a shell makes of a command that Ctrl-C ended: 128 + SIGINT."""
 
 
 def command_line() -> str:

@@ -4,7 +4,8 @@
     ├── UsageError           exit 2: bad option, name, file or case
     ├── DoesNotFit          a case too large for the device: its lane isn't covered
     ├── NotCovered          exit 4: this machine can't run what was asked for
-    └── WorkerError         exit 4: the suite's own worker can't do its job
+    ├── WorkerError         exit 4: the suite's own worker can't do its job
+    └── Interrupted         exit 130: a signal ended a command whose results are kept
 
 Every message is one line: what was wrong, what was expected, what to do.
 """
@@ -36,7 +37,7 @@ def worst(*codes: int) -> int:
 class BytegateError(Exception):
     """Root of the errors shown as one line."""
 
-    exit_code: ExitCode = ExitCode.INVALID
+    exit_code: int = ExitCode.INVALID
 
 
 class UsageError(BytegateError):
@@ -55,3 +56,13 @@ class NotCovered(BytegateError):
 
 class WorkerError(BytegateError):
     """A worker process of the suite itself failed; nothing can be said of the candidate."""
+
+
+INTERRUPTED = 130
+"""What a shell makes of a command that Ctrl-C ended: 128 + SIGINT."""
+
+
+class Interrupted(BytegateError):
+    """A signal ended a command whose results are kept: the same command goes on."""
+
+    exit_code = INTERRUPTED

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from equiv import document
-from equiv.command import INTERRUPTED
-from equiv.errors import UsageError
+from equiv.errors import INTERRUPTED, UsageError
 from equiv.stopping import as_interrupt
 from ppl.run_cli import ShareGpu, module, token_range
 

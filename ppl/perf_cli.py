@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equiv.errors import NotCovered, UsageError
+from equiv.errors import Interrupted, NotCovered, UsageError
 
 if TYPE_CHECKING:
     from equiv.perf.run import Progress
+    from ppl.kept import Kept
 
 PARTS = ("tail", "serving")
 SESSION = ("--sessions", "--shared-tokens", "--turns", "--turn-tokens")
@@ -100,40 +102,28 @@ def perf(
     where = find_device(device)
     gpu = where.startswith("cuda")
     only = dict(map(tail.sizes, size or ()))
-    serving: Any = None
+    serving: Callable[[Progress], Any] | None = None
+    kept: Kept | None = None
     if not part or "serving" in part:
-        try:
-            from ppl.load import Sessions, levels
-            from ppl.serving import compare, options_of
-        except ModuleNotFoundError as e:
-            lacking = e.name
-
-            def serving(_: Progress) -> Any:
-                raise NotCovered(f"this needs {lacking}: pip install 'bytegate[ppl]'")
-        else:
-            loads = levels(
-                rising,
-                repeats=repeats,
-                output_tokens=output_tokens or (128 if gpu and not in_sessions else 8),
-                input_tokens=input_tokens or (32_000 if gpu else 1_500),
-                requests=requests or (64 if gpu else 8),
-                sessions=Sessions(
-                    shared_tokens=_or(shared_tokens, 32_768 if gpu else 1_536),
-                    turns=_or(turns, 4),
-                    turn_tokens=_or(turn_tokens, 1_024 if gpu else 64),
-                    sessions=sessions,
-                )
-                if in_sessions
-                else None,
-            )
-
-            def serving(said: Progress) -> Any:
-                asked = options_of(model, tp, dcp, context.args)
-                return compare(asked, loads, out / "serving", fused=route, progress=said)
-
-            if gpu and pair == "kvpack":  # the pack's share takes times of packs of every size
-                known = load_pair(pair).dims["T"].production
-                only.setdefault("T", [n for n in known if n >= LEAST_ROWS])
+        loads = {
+            "gpu": gpu,
+            "repeats": repeats,
+            "input_tokens": input_tokens,
+            "output_tokens": output_tokens,
+            "requests": requests,
+            "session": tuple(given.values()),
+        }
+        servers = {
+            "route": route,
+            "model": model,
+            "tp": tp,
+            "dcp": dcp,
+            "arguments": context.args,
+        }
+        serving, kept = _serving(out / "serving", rising, loads, servers)
+        if gpu and pair == "kvpack" and kept:  # the pack's share takes times of packs of every size
+            known = load_pair(pair).dims["T"].production
+            only.setdefault("T", [n for n in known if n >= LEAST_ROWS])
 
     def progress(line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -149,15 +139,36 @@ def perf(
         only=only,
         serving=serving,
     )
-    with as_interrupt(signal.SIGTERM):  # so that its servers end with it
-        made = run.run(asked, progress)
+    try:
+        with as_interrupt(signal.SIGTERM):  # so that its servers end with it
+            made = run.run(asked, progress)
+    except KeyboardInterrupt:
+        if kept is None:
+            raise
+        raise Interrupted(
+            f"interrupted: {kept.count()} of {len(kept.order)} launches are stored in "
+            f"{kept.folder}, and the same command goes on from there"
+        ) from None
     document.show(report.blocks(made), sys.stdout)
     sys.stdout.write(f"in {out / 'perf.json'} and {out / 'perf.md'}\n")
     raise typer.Exit(made.exit_code)
 
 
-def _or(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
+def _serving(
+    folder: Path, rising: list[int], loads: dict[str, Any], servers: dict[str, Any]
+) -> tuple[Callable[[Progress], Any], Kept | None]:
+    """Return what measures serving, and what it keeps; loads and servers are options by name."""
+    try:
+        from ppl import perf_serving
+    except ModuleNotFoundError as e:
+        lacking = e.name
+
+        def serving(_: Progress) -> Any:
+            raise NotCovered(f"this needs {lacking}: pip install 'bytegate[ppl]'")
+
+        return serving, None
+    made = perf_serving.loads_of(rising, **loads)
+    return perf_serving.prepare(made, folder, **servers)
 
 
 def levels_of(words: list[str]) -> list[int]:

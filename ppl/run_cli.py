@@ -14,7 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from equiv import document
-from equiv.command import INTERRUPTED, needing
+from equiv.command import needing
+from equiv.errors import INTERRUPTED
 from equiv.stopping import as_interrupt
 from ppl.errors import PplError
 

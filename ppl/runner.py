@@ -6,11 +6,8 @@ is stored once its request is done. A run that is started again asks for what is
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,11 @@ from equiv import environment
 from ppl import burst, emulation, inputs, judge, order, top1, transport
 from ppl import facts as facts_of
 from ppl.client import Best, Method
-from ppl.errors import PplError, Stale
+from ppl.errors import Stale
 from ppl.evidence import PplEvidence
 from ppl.facts import Arm, Failure, Instance, RunFacts, Timing
 from ppl.inputs import Input
+from ppl.kept import alone
 from ppl.options import Options, check, lengths, model_identity
 from ppl.order import Phase, Step
 from ppl.pace import Pace
@@ -42,11 +40,7 @@ def run(options: Options, pace: Pace) -> PplEvidence:
     """
     check(options)
     transport.no_retry_logs()
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise PplError(f"can't write to {options.out}: {e.strerror}") from None
-    with _alone(options.out):
+    with alone(options.out):
         session = Session(options, pace)
         try:
             session.work()
@@ -55,23 +49,6 @@ def run(options: Options, pace: Pace) -> PplEvidence:
     return judge.compare_stored(
         [options.out], claim=options.claim, margin=options.margin, partial=True
     )
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder alone."""
-    try:
-        f = (folder / ".lock").open("a")
-    except OSError as e:
-        raise PplError(f"can't write to {folder}: {e.strerror}") from None
-    with f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PplError(
-                f"another run writes to {folder}: wait for it, or give another --out"
-            ) from None
-        yield
 
 
 class Session:

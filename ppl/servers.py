@@ -46,6 +46,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 """Start of a server of ours: Linux ends it when the run is killed (prctl PR_SET_PDEATHSIG)."""
 
+
+def tether() -> list[str]:
+    """Return the words before a command that make it end with this process; none but on Linux."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-c", TETHER, str(os.getpid())]
+
+
 _STEP = re.compile(
     rb"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, "
     rb"(\d+) generation requests, (\d+) generation tokens"
@@ -199,9 +207,7 @@ class Launched:
         launch = serve.plan(self.serve_options(arm), os.environ, self.device)
         scratch = Path(tempfile.mkdtemp(prefix="bytegate-metrics-"))
         launch.environment["PROMETHEUS_MULTIPROC_DIR"] = str(scratch)
-        command = launch.command
-        if sys.platform == "linux":
-            command = [sys.executable, "-c", TETHER, str(os.getpid()), *command]
+        command = [*tether(), *launch.command]
         log = self.options.out / "servers" / f"{arm}-{instance.launch}-{instance.number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         process = ServerProcess(command, launch.environment, launch.url, log, scratch)

@@ -3,14 +3,17 @@
 Both servers are of one build, model and arguments; they differ in the route alone. Launches follow
 each other in the order stock, fused, fused, stock: what drifts by time falls on both. Each launch
 measures every level of concurrency, rising. The two launches of one route are the noise, and
-counters show which route ran, in every run.
+counters show which route ran, in every run. A launch is stored as it ends (``ppl.kept``), and the
+same command goes on from there.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +21,24 @@ from typing import Any
 
 import httpx2
 
+from equiv.candidates import source_sha256
 from equiv.errors import NotCovered
+from equiv.perf.kept import here
 from equiv.perf.record import Serving, ServingMetric, ServingRun
 from kvroute import serve
 from kvroute.errors import RouteError
-from ppl import pynccl, servers, serving_client
+from ppl import pynccl, servers, serving_client, serving_server
 from ppl.counted import counters
 from ppl.errors import BadAnswer, PplError, Unreachable
+from ppl.facts import Arm
 from ppl.figures import FUSED, STOCK, metrics
+from ppl.kept import Kept, Launch, alone, numbered
 from ppl.load import Load
 from ppl.observe import pynccl_of, rank_tallies
-from ppl.options import Options
+from ppl.options import Options, model_identity
 from ppl.transport import Endpoint
 
-ORDER = (STOCK, FUSED, FUSED, STOCK)
+ORDER: tuple[Arm, ...] = ("stock", "fused", "fused", "stock")
 START_S = 900.0
 HEADS = 16
 """Heads of a rank of the model that a GPU serves where none is named, as of large ones at TP8."""
@@ -98,57 +105,86 @@ def with_caching(options: serve.ServeOptions, loads: Sequence[Load]) -> serve.Se
     return replace(options, extra=(*options.extra, CACHING))
 
 
+def question(
+    options: serve.ServeOptions, loads: Sequence[Load], *, fused: str = FUSED
+) -> dict[str, Any]:
+    """Return all that the figures depend on, by flat names: values of JSON.
+
+    Parameters are those of ``compare``; options as ``with_caching`` returns them. A model's folder
+    is read whole for its digest.
+    """
+    asked: dict[str, Any] = {
+        "route": fused,
+        "source of the route": source_sha256(fused.removeprefix("both:")),
+        "model": model_identity(str(folder_of(options))),
+        "arguments": _arguments(options),
+        "concurrency": [load.concurrency for load in loads],
+    }
+    for load in loads:
+        asked |= {f"{name} at {load.concurrency}": n for name, n in _facts(load).items()}
+    made: dict[str, Any] = json.loads(json.dumps(asked | here()))
+    return made
+
+
+def kept_of(
+    options: serve.ServeOptions, loads: Sequence[Load], folder: Path, *, fused: str = FUSED
+) -> Kept:
+    """Return the launches that a folder keeps for this question; parameters as of ``compare``.
+
+    Raises
+    ------
+    PplError : prefix caching where it can't be; launches that are damaged, or of another question.
+
+    """
+    options = with_caching(options, loads)
+    kept = Kept(folder, ORDER, loads, question(options, loads, fused=fused))
+    kept.stored()
+    return kept
+
+
 def compare(
     options: serve.ServeOptions,
     loads: Sequence[Load],
     folder: Path,
+    progress: Callable[[str], None] = lambda line: None,  # noqa: ARG005
     *,
     fused: str = FUSED,
-    progress: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+    kept: Kept | None = None,
 ) -> Serving:
-    """Launch, measure and stop the servers, one after the other.
+    """Launch, measure and stop the servers, one after the other, from the first that isn't stored.
 
     Parameters
     ----------
     options : of both servers; its route is ignored.
     loads : one for each level of concurrency, rising, as ``ppl.load.levels`` returns them.
-    folder : for logs and the client's own results.
+    folder : for launches, logs and the client's own results.
     fused : the route of the second arm.
+    kept : as ``kept_of`` returns it for the same parameters, which is the default.
 
     Raises
     ------
-    PplError : prefix caching where it can't be, a server that doesn't start, or a client that
-        fails.
+    PplError : prefix caching where it can't be, stored launches that can't be used, a server that
+        doesn't start, or a client that fails.
 
     """
+    kept = kept or kept_of(options, loads, folder, fused=fused)
     options = with_caching(options, loads)
     routes = {STOCK: STOCK, FUSED: fused}
-    folder.mkdir(parents=True, exist_ok=True)
-    runs: list[ServingRun] = []
-    packs = []
-    kinds: dict[str, list[str]] = {}
-    nccl: dict[str, list[bool | None]] = {arm: [] for arm in routes}
-    launched = dict.fromkeys(routes, 0)
+    with alone(folder):
+        made = kept.stored()
+        if made:
+            progress(
+                f"{len(made)} of {len(ORDER)} launches are stored in {folder} and not measured "
+                "again; another --out measures all of them"
+            )
+        serving_server.end_left(folder, progress)
+        for place in range(len(made) + 1, len(ORDER) + 1):
+            arm = ORDER[place - 1]
+            made.append(_launch(replace(options, route=routes[arm]), loads, kept, place, progress))
     model = folder_of(options)
-    for arm in ORDER:
-        launched[arm] += 1
-        stem = f"{arm}-{launched[arm]}"
-        who = f"{arm}, launch {launched[arm]}"
-        log = folder / f"{stem}.log"
-        progress(f"{who}: starting a server")
-        try:
-            with serve.start(replace(options, route=routes[arm]), log=log) as server:
-                server.wait_healthy(START_S)
-                for load in loads:
-                    runs += serving_client.measure(server.url, model, load, folder, stem, progress)
-                packs.append(counters(httpx2.get(f"{server.url}/metrics", timeout=60).text))
-                tallies = tallies_of(server.url)
-                kinds[arm] = kinds_of(tallies)
-                nccl[arm].append(pynccl_of(tallies))
-        except RouteError as e:
-            raise PplError(f"{who}: {e}") from None
-        except httpx2.HTTPError as e:
-            raise PplError(f"{who}: {e}; its log is {log}") from None
+    runs = [run for launch in made for run in launch.runs]
+    packs = [launch.counters for launch in made]
+    nccl = {arm: [x.pynccl for x in made if x.arm == arm] for arm in routes}
     caching = any(load.sessions for load in loads)
     invalid = amiss(ORDER, packs, runs, caching=caching, ranks=options.tp)
     return Serving(
@@ -169,8 +205,55 @@ def compare(
             *pynccl.while_serving(nccl, options.extra),
         ],
         heads=_heads(model, options.tp),
-        kinds=kinds[FUSED],
+        kinds=[launch.kinds for launch in made if launch.arm == FUSED][-1],
+        sessions=numbered(made),
+        launched=[launch.started for launch in made],
     )
+
+
+def _launch(
+    options: serve.ServeOptions,
+    loads: Sequence[Load],
+    kept: Kept,
+    place: int,
+    progress: Callable[[str], None],
+) -> Launch:
+    """Measure one launch, and store it as soon as all of it is there."""
+    arm = ORDER[place - 1]
+    number = ORDER[:place].count(arm)
+    stem, who = f"{arm}-{number}", f"{arm}, launch {number}"
+    began = time.perf_counter()
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    model = folder_of(options)
+    progress(f"{who}: starting a server")
+    try:
+        with serving_server.running(options, kept.folder, arm, number) as server:
+            server.wait_healthy(START_S)
+            runs: list[ServingRun] = []
+            for load in loads:
+                runs += serving_client.measure(server.url, model, load, kept.folder, stem, progress)
+            counts = counters(httpx2.get(f"{server.url}/metrics", timeout=60).text)
+            tallies = tallies_of(server.url)
+            made = Launch(
+                asked=kept.asked,
+                place=place,
+                arm=arm,
+                launch=number,
+                session=kept.session,
+                started=started,
+                seconds=round(time.perf_counter() - began, 1),
+                runs=runs,
+                counters=counts,
+                kinds=kinds_of(tallies),
+                pynccl=pynccl_of(tallies),
+            )
+            kept.put(made)
+    except RouteError as e:
+        raise PplError(f"{who}: {e}") from None
+    except httpx2.HTTPError as e:
+        log = kept.folder / f"{stem}.log"
+        raise PplError(f"{who}: {e}; its log is {log}") from None
+    return made
 
 
 def by_level(runs: Sequence[ServingRun], loads: Sequence[Load]) -> list[ServingMetric]:

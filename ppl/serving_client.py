@@ -14,6 +14,7 @@ from ppl import counted
 from ppl.errors import PplError
 from ppl.figures import METRICS
 from ppl.load import BLOCK, Load, tokenizer, trace, warm_requests
+from ppl.servers import tether
 
 CLIENT_S = 3600
 
@@ -28,6 +29,8 @@ def measure(
 ) -> list[ServingRun]:
     """Run the client, and read what it left.
 
+    What a launch that was cut off left under the same names goes first.
+
     Parameters
     ----------
     stem : arm and launch, such as ``stock-1``.
@@ -41,11 +44,15 @@ def measure(
     mine = f"{stem}-at-{load.concurrency}"
     requests, warm = trace(load, folder)
     command = client_command(url, load, requests, warm, tokenizer(model, folder), folder, mine)
+    results = [folder / f"{mine}-{repeat}.json" for repeat in range(1, load.repeats + 1)]
+    for path in results:
+        path.unlink(missing_ok=True)
+        counted.place(path).unlink(missing_ok=True)
     log = folder / f"{mine}-client.log"
     try:
         with log.open("wb") as sink:
             done = subprocess.run(  # noqa: S603 - our interpreter and vLLM's client
-                command,
+                [*tether(), *command],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 timeout=CLIENT_S,
@@ -59,8 +66,8 @@ def measure(
         last = last_line(log.read_text("utf-8", "replace"))
         raise PplError(f"vLLM's benchmark client ended with {done.returncode}: {last}; see {log}")
     made = [
-        read(folder / f"{mine}-{repeat}.json", arm, int(launch), repeat, load.concurrency)
-        for repeat in range(1, load.repeats + 1)
+        read(path, arm, int(launch), repeat, load.concurrency)
+        for repeat, path in enumerate(results, 1)
     ]
     for run in made:
         rate = run.figures.get("total_token_throughput", 0.0)

@@ -62,7 +62,13 @@ class TailCell:
 
 @dataclass(frozen=True)
 class Tail:
-    """The tail itself, on a GPU: graph replays, L2 flushed, inputs rotated, arms in turn."""
+    """The tail itself, on a GPU: graph replays, L2 flushed, inputs rotated, arms in turn.
+
+    Attributes
+    ----------
+    measured : when it began, in UTC; empty in files from before tails were kept.
+
+    """
 
     __pydantic_config__ = _STRICT
     pair: str
@@ -70,6 +76,7 @@ class Tail:
     repetitions: int
     samples: int
     cells: list[TailCell]
+    measured: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,9 @@ class Serving:
     not_covered : what of serving couldn't be seen.
     heads : of a rank, by the model's configuration; None where no folder tells it.
     kinds : what fused packs converted, such as ``bfloat16`` or ``bfloat16>float8_e4m3fn``.
+    sessions : for each launch, which start of the command made it, counted from 1.
+    launched : for each launch, when it began, in UTC. Both are empty in files from before launches
+        were kept.
 
     """
 
@@ -163,6 +173,8 @@ class Serving:
     not_covered: list[str] = field(default_factory=list)
     heads: int | None = None
     kinds: list[str] = field(default_factory=list)
+    sessions: list[int] = field(default_factory=list)
+    launched: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -243,7 +255,23 @@ def _wrong_serving(serving: Serving | None) -> list[str]:
             wrong.append(f"{metric.name}: a tail that isn't resolved has a figure")
     if serving and serving.invalid and serving.metrics:
         wrong.append("serving: invalid, with metrics")
+    if serving and any(
+        x and len(x) != len(serving.order) for x in (serving.sessions, serving.launched)
+    ):
+        wrong.append("serving: sessions that aren't those of its launches")
     return wrong
+
+
+def drift(serving: Serving) -> str:
+    """Say that launches are of several sessions; empty where they are of one, or nobody told."""
+    count = len(set(serving.sessions))
+    if count < 2:  # noqa: PLR2004 - several
+        return ""
+    which = ", ".join(f"{a} {n}" for a, n in zip(serving.order, serving.sessions, strict=True))
+    return (
+        f"launches were made in {count} sessions ({which}): what drifted between them falls on the "
+        "routes unevenly, and the noise doesn't show it all"
+    )
 
 
 def _wrong_shares(serving: Serving | None, shares: Sequence[Share]) -> list[str]:
@@ -300,6 +328,7 @@ def summarised(
             )
     if serving is not None:
         lines += [f"serving: INVALID, {why}" for why in serving.invalid[:1]]
+        lines += [f"serving: WARNING, {why}" for why in (drift(serving),) if why]
         for m in serving.metrics:
             if m.name in LEADING and m.change is not None and m.noise is not None:
                 told = "told apart" if m.resolved else "not told apart"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from equiv.document import Block, Exact, Facts, Heading, Items, Line, Table, counted
-from equiv.perf.record import PerfEvidence, Ratio, Serving, ServingMetric, Share, Tail
+from equiv.perf.record import PerfEvidence, Ratio, Serving, ServingMetric, Share, Tail, drift
 
 
 def blocks(made: PerfEvidence) -> list[Block]:
@@ -57,6 +57,7 @@ def _tail(tail: Tail) -> list[Block]:
             )
     return [
         Heading(f"The tail of {tail.pair} on {tail.device}"),
+        *([Line(f"Measured {tail.measured}.")] if tail.measured else []),
         Line(
             f"Device time of a launch: {counted(tail.repetitions, 'run')} of {tail.samples} "
             "samples, graph replays, L2 flushed, inputs rotated, arms in turn. Ratios are formed "
@@ -74,6 +75,12 @@ def _told(resolved: bool) -> str:  # noqa: FBT001 - a word for it
 def _packs(serving: Serving) -> str:
     pairs = zip(serving.order, serving.packs, strict=True)
     return ", ".join(f"{arm} {p['packs']:,} of {p['chunks']:,} chunks" for arm, p in pairs)
+
+
+def _launches(serving: Serving) -> str:
+    times = serving.launched or [""] * len(serving.order)
+    pairs = zip(serving.order, times, strict=True)
+    return ", ".join(f"{arm} {when}".rstrip() for arm, when in pairs)
 
 
 def _load(load: dict[str, int]) -> str:
@@ -97,7 +104,7 @@ def _serving(serving: Serving) -> list[Block]:
                 ("model", serving.model),
                 ("versions", ", ".join(f"{k} {v}" for k, v in serving.versions.items())),
                 ("routes", ", ".join(f"{arm}: {route}" for arm, route in serving.routes.items())),
-                ("launches", ", ".join(serving.order)),
+                ("launches", _launches(serving)),
                 *(("load", _load(load)) for load in serving.loads or [serving.load]),
                 ("arguments", (" ".join(serving.arguments),)),
                 ("packs by the routed kernel", _packs(serving)),
@@ -105,6 +112,8 @@ def _serving(serving: Serving) -> list[Block]:
             )
         ),
     ]
+    if why := drift(serving):
+        found.append(Items((f"WARNING: {why}",)))
     if serving.invalid:
         return [*found, Items(tuple(f"INVALID: {why}" for why in serving.invalid))]
     columns = ("metric", "unit", "better", "stock", "fused", "change", "noise", "told apart")

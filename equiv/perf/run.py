@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from equiv import candidates, document, evidence
 from equiv.environment import collect
 from equiv.errors import NotCovered
 from equiv.pairs import load_pair
-from equiv.perf import report, share, tail
+from equiv.perf import kept, report, share, tail
 from equiv.perf.record import PerfEvidence, Serving, Share, Tail, summarised, verdict_of
 
 Progress = Callable[[str], None]
@@ -42,8 +43,8 @@ class Asked:
 def run(asked: Asked, progress: Progress) -> PerfEvidence:
     """Measure, and write ``perf.json`` and ``perf.md``; a part that can't run is not covered.
 
-    The tail is written before serving begins, so that it survives a kill; serving isn't, for its
-    launches are comparable side by side alone.
+    What is measured survives a kill: the tail is written before serving begins, and serving keeps
+    each launch as it ends (``ppl.kept``). The same command then goes on.
 
     Raises
     ------
@@ -61,17 +62,17 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
         candidates.check_name(pair, name)
     tail.points(pair, asked.only)
     if asked.tail:
-        names = asked.candidates or list(pair.candidates)
         try:
-            measured, missing = tail.run(
-                pair, names, asked.device, asked.library, asked.only, progress=progress
-            )
+            measured, missing = _tail(asked, pair, progress)
             not_covered += missing
         except NotCovered as e:
             not_covered.append(f"the tail: {str(e).removeprefix('not covered: ')}")
     if asked.serving is not None:
         if measured is not None:
-            unfinished = [*not_covered, "serving: this run was cut off before it was measured"]
+            unfinished = [
+                *not_covered,
+                "serving: cut off before its last launch; the same command goes on",
+            ]
             _write(asked, measured, None, unfinished, [], started, began)
         try:
             served = asked.serving(progress)
@@ -82,6 +83,23 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
         shares, missing = share.estimate(asked.pair, measured, served)
         not_covered += [*served.not_covered, *missing]
     return _write(asked, measured, served, not_covered, shares, started, began)
+
+
+def _tail(asked: Asked, pair: Any, progress: Progress) -> tuple[Tail, list[str]]:
+    """Measure the tail, or take that of the same command which serving was cut off from."""
+    names = asked.candidates or list(pair.candidates)
+    question: dict[str, Any] = {}
+    if asked.serving is not None:
+        question = kept.question(asked.pair, names, asked.device, asked.library, asked.only)
+        found = kept.take(asked.out, question, progress)
+        if found is not None:
+            return found
+    made, missing = tail.run(
+        pair, names, asked.device, asked.library, asked.only, progress=progress
+    )
+    if question:
+        kept.put(asked.out, question, made, missing)
+    return made, missing
 
 
 def _write(

@@ -7,6 +7,7 @@ Device times are those of ``equiv.perf.timing``. The stock arm is timed twice, a
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def run(
     """
     import torch
 
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     chosen = points(pair, only)
     for name in names:
         candidates.check_name(pair, name)
@@ -117,7 +119,7 @@ def run(
             progress(line(cells[-1]))
             torch.cuda.empty_cache()
     model = torch.cuda.get_device_properties(where).name
-    return Tail(pair.name, model, repetitions, timing.SAMPLES, cells), missing
+    return Tail(pair.name, model, repetitions, timing.SAMPLES, cells, began), missing
 
 
 def _cell(

@@ -179,8 +179,13 @@ def start(
     *,
     device: str | None = None,
     log: Path | None = None,
+    before: Sequence[str] = (),
 ) -> ServerProcess:
     """Start a server and return at once; ``wait_healthy`` says when it is up.
+
+    Parameters
+    ----------
+    before : words that stand before the server's command, and end by running it.
 
     Raises
     ------
@@ -194,7 +199,8 @@ def start(
         # Every server needs a folder of its own, or it counts another's workers.
         scratch = Path(tempfile.mkdtemp(prefix="bytegate-metrics-"))
         launch.environment["PROMETHEUS_MULTIPROC_DIR"] = str(scratch)
-    return ServerProcess(launch.command, launch.environment, launch.url, log, scratch)
+    command = [*before, *launch.command]
+    return ServerProcess(command, launch.environment, launch.url, log, scratch)
 
 
 def serve(options: ServeOptions) -> int:
@@ -345,15 +351,27 @@ def heads_of(served: str) -> int | None:
         return None
 
 
+def check_route(route: str) -> None:
+    """Check that a route is one, and that its fault, or its function, is there.
+
+    Raises
+    ------
+    RouteError
+        When it isn't.
+
+    """
+    settings.check_route(route)
+    if route.startswith("fault:"):
+        from kvroute import faults
+
+        faults.known(route.removeprefix("fault:"))
+    elif ":" in route:
+        settings.resolve(route.removeprefix(settings.BOTH))
+
+
 def _check_route(options: ServeOptions) -> None:
     if options.route is not None:
-        settings.check_route(options.route)
-        if options.route.startswith("fault:"):
-            from kvroute import faults
-
-            faults.known(options.route.removeprefix("fault:"))
-        elif ":" in options.route:
-            settings.resolve(options.route.removeprefix(settings.BOTH))
+        check_route(options.route)
     for patch in options.patches:
         settings.resolve(patch)
 

@@ -220,7 +220,9 @@ def test_the_tail_outlives_a_run_that_is_cut_off_while_it_serves(
     left = evidence.read(tmp_path / "perf.json", record.PerfEvidence)
     assert left.tail == measured(SERVED).tail
     assert left.serving is None
-    assert left.not_covered[-1] == "serving: this run was cut off before it was measured"
+    assert (
+        left.not_covered[-1] == "serving: cut off before its last launch; the same command goes on"
+    )
 
 
 def test_serving_that_is_invalid_has_none(measured: Callable[..., record.PerfEvidence]) -> None:
@@ -276,7 +278,10 @@ def test_tables_are_by_level_rising(measured: Callable[..., record.PerfEvidence]
 NEW = {
     "run": ("concurrency", "wall_s", "counters"),
     "metric": ("concurrency",),
-    "serving": ("loads", "prefix_caching", "not_covered", "heads", "kinds"),
+    "serving": (
+        *("loads", "prefix_caching", "not_covered", "heads", "kinds"),
+        *("sessions", "launched"),
+    ),
 }
 
 

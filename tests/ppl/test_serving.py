@@ -12,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
 
 from equiv.errors import NotCovered
 from equiv.perf.record import ServingRun, is_tail
+from kvroute import serve
 from kvroute.errors import RouteError
 from kvroute.serve import ServeOptions
-from ppl import counted, figures, serving, serving_client, vllm_bench
+from ppl import counted, figures, servers, serving, serving_client, vllm_bench
 from ppl import load as load_of
 from ppl.errors import PplError
 from ppl.load import Load, Sessions, levels
@@ -449,6 +450,9 @@ for n in range(1, int(repeats) + 1):
 class FakeServer:
     """Answers /metrics as a server on a route does."""
 
+    pid = 2**22 + 1
+    """Of no process: beyond what Linux gives."""
+
     def __init__(self, route: str, log: Path) -> None:
         packs = 0 if route == "stock" else 8
         text = (
@@ -473,10 +477,7 @@ class FakeServer:
     def wait_healthy(self, _timeout_s: float) -> None:
         return
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
@@ -492,8 +493,9 @@ def started(monkeypatch: pytest.MonkeyPatch, hits: list[int]) -> list[str]:
     routes: list[str] = []
     rates = {"stock": 100.0, "fused": 200.0}
 
-    def start(options: ServeOptions, *, log: Path) -> FakeServer:
+    def start(options: ServeOptions, *, log: Path, before: list[str]) -> FakeServer:
         assert options.route is not None
+        assert before == servers.tether()
         routes.append(options.route)
         return FakeServer(options.route, log)
 
@@ -506,7 +508,7 @@ def started(monkeypatch: pytest.MonkeyPatch, hits: list[int]) -> list[str]:
         words = (str(folder), stem, str(load.repeats), str(rate), json.dumps(counts))
         return [sys.executable, "-c", CLIENT, *words]
 
-    monkeypatch.setattr(serving.serve, "start", start)
+    monkeypatch.setattr(serve, "start", start)
     monkeypatch.setattr(serving_client, "client_command", command)
     monkeypatch.setattr(serving_client, "tokenizer", lambda model, _folder: model)
     monkeypatch.setattr(serving, "_arguments", lambda options: list(options.extra))
@@ -577,7 +579,8 @@ def test_sessions_that_the_cache_gave_nothing_are_invalid(
     made = serving.compare(ServeOptions(), loads, tmp_path)
     assert made.metrics == []
     assert "stock launch 1 at 1 run 1 found nothing in the prefix cache" in made.invalid[0]
-    assert serving.compare(ServeOptions(), [LOAD], tmp_path).invalid == []  # nothing to find
+    again = serving.compare(ServeOptions(), [LOAD], tmp_path / "own")
+    assert again.invalid == []  # nothing to find
 
 
 def test_sessions_do_not_go_without_the_cache(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from equiv import document
 from equiv.command import needing
-from equiv.errors import INTERRUPTED
+from equiv.errors import Interrupted
 from equiv.stopping import as_interrupt
 from ppl.errors import PplError
 
@@ -166,8 +166,9 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
             with as_interrupt(signal.SIGTERM):
                 found = module("runner").run(made, pace)
         except KeyboardInterrupt:
-            pace.say("stopped: what was scored is stored, and the same command goes on from there")
-            raise typer.Exit(INTERRUPTED) from None
+            raise Interrupted(
+                "stopped: what was scored is stored, and the same command goes on from there"
+            ) from None
     if no_pages:
         outputs.write(out / "ppl.json", found)
     else:

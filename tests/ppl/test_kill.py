@@ -211,6 +211,7 @@ def test_a_run_that_is_stopped_says_so(number: signal.Signals, texts: Path, tmp_
         said, _ = run.communicate(timeout=60)
     assert run.returncode == 130
     assert "stopped: what was scored is stored" in said
+    assert "no report was written" not in said
     assert no_server_is_left(out)
     assert finish(texts, out).verdict == "IDENTICAL"
 

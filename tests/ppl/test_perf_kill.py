@@ -131,8 +131,19 @@ def test_one_that_is_never_killed(folder: Folder) -> None:
     assert folder.read().serving == made
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("after", "number"),
+    [
+        (1, signal.SIGKILL),
+        (2, signal.SIGTERM),
+        (3, signal.SIGINT),
+        *(
+            pytest.param(after, number, marks=pytest.mark.nightly)
+            for after in (1, 2, 3)
+            for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        ),
+    ],
+)
 def test_it_goes_on_after_any_launch(folder: Folder, after: int, number: signal.Signals) -> None:
     with folder.start(client_s=0.5) as run:
         until(lambda: len(folder.started("client")) > after)  # half of the next is measured

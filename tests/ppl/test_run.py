@@ -20,7 +20,7 @@ from fake_vllm import Options as Fake
 from fault_proxy import Proxy
 
 from equiv.command import run_app
-from ppl import evidence, facts, judge, preflight, runner, tokens
+from ppl import evidence, facts, judge, kept, preflight, runner, tokens
 from ppl import top1 as argmax
 from ppl.cli import ppl_app
 from ppl.errors import PplError, Stale
@@ -419,7 +419,7 @@ def test_another_run_in_the_same_folder_is_refused(
     out = tmp_path / "out"
     out.mkdir()
     with (
-        runner._alone(out),
+        kept.alone(out),
         pytest.raises(PplError, match="another run writes to"),
     ):
         go(fake(), fake(route="fused"), texts, out)

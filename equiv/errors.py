@@ -34,9 +34,13 @@ def worst(*codes: int) -> int:
 
 
 class BytegateError(Exception):
-    """Root of the errors shown as one line."""
+    """Root of the errors shown as one line.
+
+    ``spent``: of a worker's case, that its process must serve no other (``equiv.execute.Executor``).
+    """
 
     exit_code: ExitCode = ExitCode.INVALID
+    spent: bool = False
 
 
 class UsageError(BytegateError):

@@ -160,6 +160,8 @@ class Worker:
             result = Result("crash", text, raised_in=where)
             self._process = None
         if isinstance(result, BytegateError):
+            if result.spent:
+                self._kill()
             raise result
         if isinstance(result, BaseException):
             raise WorkerError(str(result))

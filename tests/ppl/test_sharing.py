@@ -93,6 +93,29 @@ def test_both_marks_stand_together(fake: Start, texts: Path, tmp_path: Path) -> 
     assert texts_sentence(piece).startswith("fp8 prefill EMULATED, SHARED GPU, IDENTICAL")
 
 
+@pytest.mark.parametrize("first", ["", "yes"])
+@pytest.mark.parametrize("what", ["shared", "fp8"])
+def test_the_gate_s_sentence_says_it_of_any_of_several_runs(
+    what: str,
+    first: str,
+    fake: Start,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    parted = tmp_path / "parted"
+    parted.mkdir()
+    for text in sorted(texts.iterdir())[::2]:
+        text.rename(parted / text.name)
+    for mine, given in ((texts, first), (parted, "" if first else "yes")):
+        urls = (fake(route=r, **{what: given}) for r in ("stock", "fused"))
+        go(*urls, mine, tmp_path / mine.name / "out", emulate_fp8=what == "fp8" and bool(given))
+    made = judge.compare_stored([tmp_path / mine.name / "out" for mine in (texts, parted)])
+    assert made.verdict == "IDENTICAL", made.decided
+    said = texts_sentence(Piece(tmp_path, "ppl.json", "", "servers", made))
+    mark = {"shared": "SHARED GPU", "fp8": "fp8 prefill EMULATED"}[what]
+    assert said.startswith(f"{mark}, IDENTICAL: 4 of 4 texts")
+
+
 def test_an_ordinary_run_says_nothing_of_it(fake: Start, texts: Path, tmp_path: Path) -> None:  # noqa: F811
     made = go(fake(route="stock"), fake(route="fused"), texts, tmp_path / "out")
     said = document.markdown(report.blocks(made)) + made.model_dump_json()

@@ -36,7 +36,7 @@ def worst(*codes: int) -> int:
 class BytegateError(Exception):
     """Root of the errors shown as one line.
 
-    ``spent``: of a worker's case, that its process must serve no other (``equiv.execute.Executor``).
+    ``spent``: a worker's process must serve no further case (``equiv.execute.Executor``).
     """
 
     exit_code: ExitCode = ExitCode.INVALID

@@ -35,9 +35,13 @@ def worst(*codes: int) -> int:
 
 
 class BytegateError(Exception):
-    """Root of the errors shown as one line."""
+    """Root of the errors shown as one line.
+
+    ``spent``: a worker's process must serve no further case (``equiv.execute.Executor``).
+    """
 
     exit_code: int = ExitCode.INVALID
+    spent: bool = False
 
 
 class UsageError(BytegateError):

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from equiv import worker
 from equiv.domain import claim_of
@@ -159,10 +159,8 @@ class Worker:
             text = f"the process died: {self._death()}" + (f"; {detail}" if detail else "")
             result = Result("crash", text, raised_in=where)
             self._process = None
-        if isinstance(result, BytegateError):
-            raise result
         if isinstance(result, BaseException):
-            raise WorkerError(str(result))
+            self._raise(result)
         self.guard = result.guard or self.guard
         self._warm.add(axes)
         self._seen.add(axes)
@@ -198,6 +196,14 @@ class Worker:
     def _first_s(self) -> float:
         """How long compilers may take; a candidate that hung before gets no such time again."""
         return 2 * HANG_S if self.toll.hangs else FIRST_S
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        """Raise what a case ended in instead of a result."""
+        if not isinstance(error, BytegateError):
+            raise WorkerError(str(error))
+        if error.spent:
+            self._kill()
+        raise error
 
     def _declared(self, result: Result, case: Case) -> Result:
         claim = claim_of(self.pair, case)

@@ -167,7 +167,9 @@ def _serve(pipe: Connection, executor: Any, spec: WorkerSpec) -> None:
             answer = e
         except Exception as e:  # noqa: BLE001 - it is the result
             answer = _failure(e, executor, case)
-        if cuda and not isinstance(answer, BaseException):
+        if isinstance(answer, BytegateError):
+            answer.spent = executor.spent
+        elif cuda:
             answer = _device_health(answer)
         pipe.send(answer)
         if not isinstance(answer, BaseException) and answer.status == "crash":

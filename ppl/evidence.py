@@ -191,6 +191,12 @@ class PplEvidence(_Frozen):
         extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True
     )
 
+    @property
+    def marks(self) -> list[str]:
+        """What sets any of its runs apart, ``run`` being the first: EMULATED, SHARED GPU."""
+        marks = (emulation.MARK, sharing.MARK)
+        return [m for m in marks if any(w.startswith(m) for w in self.warnings)]
+
 
 def contradictions(made: PplEvidence) -> list[str]:
     """Say what in the evidence can't be true together."""

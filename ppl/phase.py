@@ -139,7 +139,7 @@ class Work:
             amiss, open_ = [*more, *amiss], [*open_, *blanks]
         s.note(not_covered=list(dict.fromkeys([*s.facts.not_covered, *open_])))
         if amiss:
-            s.note(servers=[])
+            self._forget()
             raise Stop(f"preflight: {amiss[0]}", amiss)
 
     def _decoding(self) -> None:
@@ -154,8 +154,14 @@ class Work:
             for x in pynccl.of_texts(arm, requests, most)
         ]
         if amiss:
-            s.note(servers=[])
+            self._forget()
             raise Stop(f"preflight: {amiss[0]}", amiss)
+
+    def _forget(self) -> None:
+        """Forget servers of which nothing is stored: the next may be others."""
+        s = self.session
+        held = {r.arm for r in s.store.records()}
+        s.note(servers=[f for f in s.facts.servers if f.arm in held])
 
     def _note_instance(self, server: Server) -> None:
         assert server.snapshot is not None

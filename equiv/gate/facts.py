@@ -177,11 +177,9 @@ def texts_sentence(piece: Piece) -> str:
     i = piece.made.identity
     if i is None:
         return str(piece.made.verdict)
-    run = piece.made.run
-    emulated = "fp8 prefill EMULATED, " if run is not None and run.emulates_fp8 else ""
-    emulated += "SHARED GPU, " if run is not None and run.shares_gpu else ""
+    what = "".join(f"{'fp8 prefill ' if m == 'EMULATED' else ''}{m}, " for m in piece.made.marks)
     return (
-        f"{emulated}{piece.made.verdict}: {i.identical_texts:,} of {counted(i.texts, 'text')} and "
+        f"{what}{piece.made.verdict}: {i.identical_texts:,} of {counted(i.texts, 'text')} and "
         f"{i.identical_tokens:,} of {i.tokens:,} tokens bit-identical"
     )
 

@@ -279,3 +279,15 @@ def spends(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
 
     Executor.spent = kv_nope.shape[1] == 2
     return CLEAN(kv_nope, k_pe, use_fp8)
+
+
+def spends_and_does_not_fit(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Play the same, where memory gives out outside of the call."""
+    from equiv.execute import CaseRun
+
+    def checked(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if kv_nope.shape[1] == 2:
+        CaseRun.checked = checked  # type: ignore[method-assign, assignment]
+    return spends(kv_nope, k_pe, use_fp8)

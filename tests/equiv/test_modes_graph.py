@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from equiv import cuda_runtime, environment, guards, ledger, modes_cuda
+from equiv.arena import OutputArena
 from equiv.case import Case, parse
-from equiv.execute import Executor, Found, Loaded
+from equiv.execute import CaseRun, Executor, Found, Loaded
 from equiv.modes_cuda import ended_once
 from equiv.pairs import OpPair
 from kvpack.faults.kernel import CLEAN, bits
@@ -335,6 +336,28 @@ def test_nothing_of_a_case_is_left_to_run_beside_the_next(
     executor = at_call(call, ValueError, pair)
     assert executor.run(case_of(line(mode=mode))).status == wanted
     assert beside.pending == 0
+
+
+def test_the_hog_s_copies_start_after_all_that_is_written_from_the_host(
+    beside: SideStream, pair: OpPair, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending: list[int] = []
+    refresh, begin = CaseRun.refresh, OutputArena.begin
+
+    def kernel(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+        pending.append(beside.pending)
+        beside.pending = 0
+        return CLEAN(kv_nope, k_pe, use_fp8)
+
+    def before(*args: Any) -> None:
+        assert beside.pending == 0
+        (refresh if isinstance(args[0], CaseRun) else begin)(*args)
+
+    monkeypatch.setattr(CaseRun, "refresh", before)
+    monkeypatch.setattr(OutputArena, "begin", before)
+    executor = Executor(pair, Loaded("own", kernel, "dispatch"), "cpu", ())
+    assert executor.run(case_of(line(mode="gpu_hog"))).status == "equal"
+    assert pending == [1] * (2 * modes_cuda.REPEATS)
 
 
 def test_nor_after_a_difference(beside: SideStream, pair: OpPair, line: Line) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from equiv import cuda_runtime, pool
 from equiv.case import parse
-from equiv.errors import ExitCode, UsageError
+from equiv.errors import DoesNotFit, ExitCode, UsageError
 from equiv.ledger import Entry
 from equiv.pairs import OpPair
 from equiv.pool import Unavailable, Worker
@@ -100,6 +100,18 @@ def test_a_spent_worker_is_replaced_and_is_no_loss(
             pids.append(w._process and w._process.pid)
         assert pids[0] == pids[1] != pids[3]
         assert pids[2] is None
+        assert (w.toll.crashes, w.toll.hangs) == (0, 0)
+
+
+def test_a_spent_worker_whose_case_does_not_fit_is_replaced_as_well(
+    worker: Callable[..., Worker], line: Line
+) -> None:
+    with worker("spends_and_does_not_fit") as w:
+        assert w.run(parse(line(H=1))).status == "equal"
+        with pytest.raises(DoesNotFit):
+            w.run(parse(line(H=2)))
+        assert w._process is None
+        assert w.run(parse(line(H=1))).status == "equal"
         assert (w.toll.crashes, w.toll.hangs) == (0, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import fake_vllm
+from fake_vllm import Options as Fake
 from test_kill import finish, start
 from test_run import _quick, fake, go, texts  # noqa: F401 - fixtures
 
@@ -91,6 +94,29 @@ def test_both_marks_stand_together(fake: Start, texts: Path, tmp_path: Path) -> 
     assert [x.partition(":")[0] for x in made.decided.reasons[-2:]] == ["EMULATED", "SHARED GPU"]
     piece = Piece(tmp_path, "ppl.json", "", "servers", made)
     assert texts_sentence(piece).startswith("fp8 prefill EMULATED, SHARED GPU, IDENTICAL")
+
+
+@pytest.mark.parametrize("first", ["", "yes"])
+@pytest.mark.parametrize("what", ["shared", "fp8"])
+def test_the_gate_s_sentence_says_it_of_any_of_several_runs(
+    what: str,
+    first: str,
+    fake: Start,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    parted = tmp_path / "parted"
+    parted.mkdir()
+    for text in sorted(texts.iterdir())[::2]:
+        text.rename(parted / text.name)
+    for mine, given in ((texts, first), (parted, "" if first else "yes")):
+        urls = (fake(route=r, **{what: given}) for r in ("stock", "fused"))
+        go(*urls, mine, tmp_path / mine.name / "out", emulate_fp8=what == "fp8" and bool(given))
+    made = judge.compare_stored([tmp_path / mine.name / "out" for mine in (texts, parted)])
+    assert made.verdict == "IDENTICAL", made.decided
+    said = texts_sentence(Piece(tmp_path, "ppl.json", "", "servers", made))
+    mark = {"shared": "SHARED GPU", "fp8": "fp8 prefill EMULATED"}[what]
+    assert said.startswith(f"{mark}, IDENTICAL: 4 of 4 texts")
 
 
 def test_an_ordinary_run_says_nothing_of_it(fake: Start, texts: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -213,6 +239,31 @@ def test_where_it_can_not_be_it_is_one_line_before_anything_starts(
     assert "--share-gpu" in said
     assert says in said
     assert started == []
+
+
+def test_a_session_that_is_amiss_does_not_make_a_shared_run_forget_it(
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Servers of others, at the same addresses: shared, then with a silent rank, then plain."""
+    ports = dict.fromkeys(ARMS, 0)
+    said: list[PplEvidence] = []
+    for facts, silent in (({"shared": "yes"}, 0), ({"shared": "yes"}, 1), ({}, 0)):
+        made = [
+            fake_vllm.serve(Fake(route=r, port=ports[r], silent=silent, **facts))[0] for r in ARMS
+        ]
+        ports = {r: s.server_address[1] for r, s in zip(ARMS, made, strict=True)}
+        for one in made:
+            threading.Thread(target=one.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            said.append(go(*(f"http://127.0.0.1:{ports[r]}" for r in ARMS), texts, tmp_path / "x"))
+        finally:
+            for one in made:
+                one.shutdown()
+                one.server_close()
+    assert [x.verdict for x in said] == ["IDENTICAL", "INVALID", "INVALID"]
+    assert all(sharing.WARNING in x.decided.reasons for x in said)
+    assert "it had 2 ranks on 1 GPU and has a GPU for each rank" in said[2].decided.reasons[0]
 
 
 # -- launches, and a sharded server against one alone ------------------------------------

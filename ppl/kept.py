@@ -27,6 +27,8 @@ from ppl.load import Load
 
 SHOWN = 3
 """Differences that a refusal names; it counts the others."""
+COUNTED = ("chunks", "packs")
+"""Counters that tell a launch's route."""
 
 
 class Launch(BaseModel):
@@ -164,6 +166,8 @@ class Kept:
             return f"it holds launch {made.place} ({made.arm}); was it copied by hand?"
         if made.asked != self.asked:
             return ""  # of other runs, and refused for that
+        if lacking := [name for name in COUNTED if name not in made.counters]:
+            return f"it has no counter of {' and '.join(lacking)}"
         mine = [(arm, number, *run) for run in self._runs]
         if [(r.route, r.launch, r.concurrency, r.repeat) for r in made.runs] != mine:
             return f"it has {len(made.runs)} runs, which aren't the {len(mine)} asked for"

@@ -6,6 +6,7 @@ takes the server with it (Linux), and the next one ends what is left by that not
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from ppl.facts import Arm, Instance
 from ppl.servers import end_leftovers, tether
 
 NAME = "server.json"
+SCHEMA = "bytegate.perf.server"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -59,8 +61,9 @@ def _note(folder: Path, arm: Arm, launch: int, pid: int) -> None:
     except psutil.NoSuchProcess:
         return  # it ended at once, and whoever waits for it says so
     made = Instance(arm=arm, launch=launch, number=1, why="planned", pid=pid, created_s=created)
+    text = json.dumps({"schema": SCHEMA, **made.model_dump(mode="json")})
     try:
-        write_whole(folder / NAME, seal.sealed(made.model_dump_json()).encode())
+        write_whole(folder / NAME, seal.sealed(text).encode())
     except OSError as e:
         raise PplError(f"can't write to {folder}: {e.strerror}") from None
 
@@ -77,7 +80,8 @@ def end_left(folder: Path, progress: Callable[[str], None]) -> None:
     try:
         raw = seal.loads(path.read_bytes())
         damage = undigested(raw)
-        left = Instance.model_validate({k: v for k, v in raw.items() if k != seal.FIELD})
+        own = {"schema", seal.FIELD}
+        left = Instance.model_validate({k: v for k, v in raw.items() if k not in own})
     except FileNotFoundError:
         return
     except (ValidationError, ValueError, AttributeError) as e:

@@ -38,7 +38,13 @@ KINDS: dict[str, type] = {
 SERVERS = "bytegate.ppl"
 SHOWN = "bytegate.perf"
 """Shown, and never decides."""
-PASSED_OVER = ("bytegate.gate", "bytegate.ppl.", "bytegate.doctor", "bytegate.bench")
+PASSED_OVER = (
+    "bytegate.gate",
+    "bytegate.ppl.",
+    "bytegate.perf.",
+    "bytegate.doctor",
+    "bytegate.bench",
+)
 """How schemas of ours begin that aren't evidence of a layer: a run's own state, for one."""
 
 LOOP_PAIR = "loop"

@@ -562,7 +562,9 @@ def test_files_that_are_no_evidence_are_passed_over(tree: Path) -> None:
     (tree / "other.json").write_text('{"schema": "theirs"}', encoding="utf-8")
     (tree / "broken.json").write_text("{", encoding="utf-8")
     (tree / "run").mkdir()
-    (tree / "run" / "run.json").write_text('{"schema": "bytegate.ppl.run"}', encoding="utf-8")
+    for schema in ("ppl.run", "perf.launch", "perf.tail", "perf.server"):
+        own = f'{{"schema": "bytegate.{schema}", "content_sha256": "of another"}}'
+        (tree / "run" / f"{schema}.json").write_text(own, encoding="utf-8")
     assert gate(tree).code == 0
 
 

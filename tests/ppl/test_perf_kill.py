@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from equiv import evidence, seal, stopping
+from equiv.gate.collect import collect
 from equiv.perf.record import PerfEvidence, drift
 from kvroute import serve
 from ppl import serving_server
@@ -241,6 +242,7 @@ def test_a_server_that_a_killed_command_left_is_ended(folder: Folder) -> None:
     with folder.start(client_s=60) as run:
         until(lambda: len(folder.started("client")) > 0)
         note = json.loads((folder.serving / "server.json").read_text("utf-8"))
+        assert collect([folder.out]).problems == []
         os.kill(note["pid"], signal.SIGKILL)
         run.kill()
         run.communicate(timeout=60)
@@ -248,6 +250,12 @@ def test_a_server_that_a_killed_command_left_is_ended(folder: Folder) -> None:
     assert [line.split()[0] for line in left] == ["rank"]
     assert "ended 1 processes of a server that a killed command had left" in folder.finish()
     assert folder.alive() == []
+
+
+def test_what_is_kept_is_no_problem_of_a_gate(whole: Folder) -> None:
+    assert whole.stored() == FILES
+    found = collect([whole.out])
+    assert (found.problems, found.pieces, len(found.perf)) == ([], [], 1)
 
 
 def test_two_at_a_time_are_refused(folder: Folder) -> None:
@@ -299,6 +307,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None], *, sealed: bool) 
         (2, lambda raw: raw.pop("content_sha256"), False, "is damaged: it has no content_sha256"),
         (2, lambda raw: raw.update(content_sha256=""), False, "it has no content_sha256"),
         (2, lambda raw: raw["runs"].pop(), True, "it has 1 runs, which aren't the 2 asked for"),
+        (2, lambda raw: raw["counters"].pop("chunks"), True, "it has no counter of chunks"),
         (2, lambda raw: raw.update(place=3), True, "it holds launch 3 (fused)"),
         (2, lambda raw: raw.update(more=1), True, "is damaged: more: Extra"),
     ],

@@ -137,7 +137,8 @@ class Kept:
             damage = undigested(seal.loads(data))
         except ValidationError as e:
             one = e.errors()[0]
-            damage = f"{'.'.join(str(x) for x in one['loc'])}: {one['msg']}"
+            where = ".".join(str(x) for x in one["loc"])
+            damage = f"{where}: {one['msg']}" if where else one["msg"]
         except ValueError as e:
             damage = str(e)
         except OSError as e:

@@ -253,6 +253,8 @@ def _launch(
     except httpx2.HTTPError as e:
         log = kept.folder / f"{stem}.log"
         raise PplError(f"{who}: {e}; its log is {log}") from None
+    except OSError as e:
+        raise PplError(f"{who}: {e.filename or kept.folder}: {e.strerror or e}") from None
     return made
 
 

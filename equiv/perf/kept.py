@@ -7,12 +7,13 @@ depends on beside the command's words, ``here``, is that of serving's launches t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,23 @@ class KeptTail:
 
 def put(folder: Path, asked: dict[str, Any], tail: Tail, missing: list[str]) -> None:
     """Store a tail, whole and sealed."""
-    evidence.write(folder / NAME, KeptTail(asked, tail, missing))
+    with writing(folder):
+        evidence.write(folder / NAME, KeptTail(asked, tail, missing))
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say in one line that a folder can't be written, such as where the disk is full.
+
+    Raises
+    ------
+    UsageError : for any ``OSError`` of the block.
+
+    """
+    try:
+        yield
+    except OSError as e:
+        raise UsageError(f"can't write to {e.filename2 or folder}: {e.strerror or e}") from None
 
 
 def take(

@@ -44,7 +44,8 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
     """Measure, and write ``perf.json`` and ``perf.md``; a part that can't run is not covered.
 
     What is measured survives a kill: the tail is written before serving begins, and serving keeps
-    each launch as it ends (``ppl.kept``). The same command then goes on.
+    each launch as it ends (``ppl.kept``). The same command then goes on. An earlier command's
+    report doesn't stay beside what this one has half measured.
 
     Raises
     ------
@@ -68,7 +69,7 @@ def run(asked: Asked, progress: Progress) -> PerfEvidence:
         except NotCovered as e:
             not_covered.append(f"the tail: {str(e).removeprefix('not covered: ')}")
     if asked.serving is not None:
-        if measured is not None:
+        if measured is not None or (asked.out / "perf.json").exists():
             unfinished = [
                 *not_covered,
                 "serving: cut off before its last launch; the same command goes on",
@@ -125,6 +126,7 @@ def _write(
         summary=summarised(measured, served, not_covered, shares),
         shares=shares,
     )
-    evidence.write(asked.out / "perf.json", made)
-    evidence.write_text(asked.out / "perf.md", document.markdown(report.blocks(made)))
+    with kept.writing(asked.out):
+        evidence.write(asked.out / "perf.json", made)
+        evidence.write_text(asked.out / "perf.md", document.markdown(report.blocks(made)))
     return made

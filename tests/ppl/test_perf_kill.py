@@ -370,3 +370,24 @@ def test_a_route_that_is_none_is_refused_before_anything_starts(
     assert said.count("\n") == 1
     assert folder.started("") == []
     assert not folder.out.exists()
+
+
+@pytest.mark.parametrize("name", ["serving/stock-1.log", "serving/requests-2.jsonl", "perf.md"])
+def test_what_cannot_be_written_is_one_line(folder: Folder, name: str) -> None:
+    (folder.out / name).mkdir(parents=True)
+    said = folder.finish(code=2).splitlines()[-1]
+    assert said.startswith("bytegate: ")
+    assert said.endswith(f"{folder.out / name}: Is a directory")
+
+
+def test_an_older_report_does_not_stay_beside_half_of_a_newer(
+    folder: Folder, whole: Folder
+) -> None:
+    folder.out.mkdir()
+    shutil.copy(whole.out / "perf.json", folder.out)
+    folder.finish(code=2, silent=True)  # its client leaves nothing
+    made = folder.read()
+    assert (made.verdict, made.serving) == ("NOT COVERED", None)
+    assert "the same command goes on" in made.not_covered[0]
+    folder.finish()
+    assert folder.read().verdict == "MEASURED"

@@ -77,14 +77,14 @@ def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         timeout_s=timeout,
         out=out,
     )
-    with module("pace").Pace() as pace:
-        try:
-            with as_interrupt(signal.SIGTERM):
-                found = module("dcp").run(made, pace, stands_for=model)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
     words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
     command = shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
-    evidence.write(out, found, command)
+    try:
+        with as_interrupt(signal.SIGTERM):
+            with module("pace").Pace() as pace:
+                found = module("dcp").run(made, pace, stands_for=model)
+            evidence.write(out, found, command)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
     document.show(evidence.blocks(found), sys.stdout)
     raise typer.Exit(found.exit_code)

@@ -27,6 +27,7 @@ from ppl.load import Load
 
 SHOWN = 3
 """Differences that a refusal names; it counts the others."""
+LOCK = ".lock"
 COUNTED = ("chunks", "packs")
 """Counters that tell a launch's route."""
 
@@ -192,7 +193,7 @@ def alone(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        f = (folder / ".lock").open("a")
+        f = (folder / LOCK).open("a")
     except OSError as e:
         raise PplError(f"can't write to {folder}: {e.strerror}") from None
     with f:

@@ -12,7 +12,7 @@ from equiv.perf.run import Progress
 from kvroute import serve
 from kvroute.errors import RouteError
 from ppl.errors import PplError
-from ppl.kept import Kept
+from ppl.kept import LOCK, Kept, alone
 from ppl.load import Load, Sessions, levels
 from ppl.serving import compare, kept_of, options_of
 
@@ -83,7 +83,7 @@ def prepare(
     Raises
     ------
     PplError : a route, size or argument that can't work; launches in the folder that are damaged,
-        or of another question.
+        or of another question; a folder that another command holds.
 
     """
     try:
@@ -94,6 +94,11 @@ def prepare(
         options = options_of(model, tp, dcp, arguments)
     except NotCovered as e:
         return lacking(e), None
+    if (
+        folder / LOCK
+    ).exists():  # now, and not after minutes of the tail beside the other's servers
+        with alone(folder):
+            pass
     kept = kept_of(options, loads, folder, fused=route)
     return partial(compare, options, loads, folder, fused=route, kept=kept), kept
 

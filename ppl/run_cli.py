@@ -161,18 +161,18 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         out=out,
         command=_again(),
     )
-    with module("pace").Pace() as pace:
-        try:
-            with as_interrupt(signal.SIGTERM):
+    try:
+        with as_interrupt(signal.SIGTERM):
+            with module("pace").Pace() as pace:
                 found = module("runner").run(made, pace)
-        except KeyboardInterrupt:
-            raise Interrupted(
-                "stopped: what was scored is stored, and the same command goes on from there"
-            ) from None
-    if no_pages:
-        outputs.write(out / "ppl.json", found)
-    else:
-        outputs.leave(out, found, module("judge").stored([out]), command=_again())
+            if no_pages:
+                outputs.write(out / "ppl.json", found)
+            else:
+                outputs.leave(out, found, module("judge").stored([out]), command=_again())
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped: what was scored is stored, and the same command goes on from there"
+        ) from None
     document.show(module("report").blocks(found), sys.stdout)
     raise typer.Exit(found.exit_code)
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ def main(words: list[str]) -> int:
     from equiv.command import run_app
     from kvroute import serve
     from kvroute.process import free_port
-    from ppl import options, runner, servers
+    from ppl import options, outputs, runner, servers
     from ppl.cli import ppl_app
 
     facts: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
+    pages_s = facts.pop("pages_s", 0)
 
     def plan(asked: Any, environ: Any, _device: str) -> serve.Launch:
         port = free_port()
@@ -34,7 +36,13 @@ def main(words: list[str]) -> int:
         command = [sys.executable, str(HERE / "fake_vllm.py"), "--log", *flags]
         return serve.Launch(command, dict(environ), f"http://127.0.0.1:{port}")
 
+    def leave(out: Path, *_: Any, **__: Any) -> None:
+        (out / "pages").touch()
+        time.sleep(pages_s)
+
     serve.plan = plan
+    if pages_s:
+        outputs.leave = leave
     servers.has_vllm = lambda: True
     serve.detect_device = lambda: "cpu"
     options.default_model = lambda: HERE

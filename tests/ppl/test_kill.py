@@ -216,6 +216,19 @@ def test_a_run_that_is_stopped_says_so(number: signal.Signals, texts: Path, tmp_
     assert finish(texts, out).verdict == "IDENTICAL"
 
 
+def test_stopped_while_its_pages_are_made(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with start(texts, out, pages_s=60) as run:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not (out / "pages").exists():
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert said.count("stopped: what was scored is stored") == 1
+    assert len(stored(out)) == RESULTS
+
+
 def fake_process(**facts_: Any) -> tuple[subprocess.Popen[str], str]:
     from kvroute.process import free_port
 

@@ -261,7 +261,10 @@ def test_what_is_kept_is_no_problem_of_a_gate(whole: Folder) -> None:
 def test_two_at_a_time_are_refused(folder: Folder) -> None:
     with folder.start(client_s=60) as run:
         until(lambda: len(folder.started("client")) > 0)
+        report = folder.out / "perf.json"
+        report.write_text("of before", encoding="utf-8")
         assert "another run writes to" in folder.finish(code=2)
+        assert report.read_text("utf-8") == "of before"  # refused before anything is measured
         run.terminate()
         run.communicate(timeout=60)
     assert len(folder.started("server")) == 1

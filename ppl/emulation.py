@@ -19,6 +19,8 @@ WARNING = (
     "fp8 attention kernel"
 )
 """Stands first among an emulating run's warnings, and among the reasons of its verdict."""
+OPEN = "the fp8 pack in a served model"
+"""How begins what an ordinary run leaves open, and no emulating one."""
 
 
 def warnings(*, asked: bool) -> list[str]:
@@ -68,10 +70,10 @@ def unreached(apart: Difference, *, packs: bool) -> list[str]:
 def open_(snapshot: Snapshot) -> list[str]:
     """Return what an ordinary run leaves open of the fp8 pack, by the warm-up of its fused arm."""
     if snapshot.channel != "collective_rpc":
-        return ["the fp8 pack in a served model: only /collective_rpc tells what packs converted"]
+        return [f"{OPEN}: only /collective_rpc tells what packs converted"]
     kinds = [str(k) for k in snapshot.facts.get("kinds") or ()]
     if any(kind.endswith(FP8_KIND) for kind in kinds):
         return []
     ran = f"packs converted {', '.join(kinds)} alone" if kinds else "no pack ran"
     takes = f"an fp8 cache and a prefill backend for fp8 (none on a CPU or Hopper), or {FLAG}"
-    return [f"the fp8 pack in a served model: {ran}; it takes {takes}"]
+    return [f"{OPEN}: {ran}; it takes {takes}"]

@@ -197,6 +197,13 @@ class PplEvidence(_Frozen):
         marks = (emulation.MARK, sharing.MARK)
         return [m for m in marks if any(w.startswith(m) for w in self.warnings)]
 
+    @property
+    def only_emulated(self) -> bool:
+        """Whether its first run emulated fp8 prefill, and nothing tells of one that didn't."""
+        if self.run is None or not self.run.emulates_fp8:
+            return False
+        return not any(x.startswith(emulation.OPEN) for x in self.not_covered)
+
 
 def contradictions(made: PplEvidence) -> list[str]:
     """Say what in the evidence can't be true together."""

@@ -74,7 +74,7 @@ def _cell(
     if layer == "servers":
         for p in pieces:
             look_at_servers(p, policy, arrays[p.name], findings)
-        if pieces and all(p.made.run is not None and p.made.run.emulates_fp8 for p in pieces):
+        if pieces and all(p.made.only_emulated for p in pieces):
             findings.missing.append(
                 "only servers that emulate fp8 prefill ran: none with vLLM's own attention; run "
                 "bytegate ppl without --emulate-fp8-prefill as well"

@@ -332,6 +332,20 @@ def test_servers_that_emulate_fp8_do_not_stand_for_others(tree: Path) -> None:
     assert "only servers that emulate fp8 prefill ran" in done.said
 
 
+def test_a_comparison_with_an_ordinary_run_in_it_is_not_of_emulation_alone(tree: Path) -> None:
+    """Its facts are those of its first run; what another left open tells that there was one."""
+    from ppl import evidence
+
+    emulated(tree / "fp8")
+    shutil.rmtree(tree / "ppl")
+    path = tree / "fp8" / "ppl.json"
+    made = evidence.read(path)
+    assert made.only_emulated
+    left_open = "the fp8 pack in a served model: packs converted bfloat16 alone"
+    evidence.write(path, made.model_copy(update={"not_covered": [*made.not_covered, left_open]}))
+    assert "only servers that emulate" not in gate(tree).said
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_servers_whose_ranks_share_a_gpu_are_told_apart(
     shared: bool,  # noqa: FBT001

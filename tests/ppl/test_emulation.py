@@ -74,6 +74,28 @@ def test_evidence_that_hides_it_contradicts_itself(name: str, emulated: PplEvide
     assert "don't say so" in wrong
 
 
+def test_an_ordinary_run_beside_it_is_seen_whichever_is_first(
+    emulated: PplEvidence,
+    fake: Start,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    assert emulated.only_emulated
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in texts.glob("*.txt"):
+        text = path.read_text(encoding="utf-8")
+        (other / f"another-{path.name}").write_text(f"Another. {text}", encoding="utf-8")
+    plain = go(fake(route="stock"), fake(route="fused"), other, tmp_path / "plain")
+    assert not plain.only_emulated
+    folders = [tmp_path / "out", tmp_path / "plain"]
+    for order in (folders, folders[::-1]):
+        both = judge.compare_stored(order)
+        assert both.verdict == "IDENTICAL"
+        assert "EMULATED" in both.marks
+        assert not both.only_emulated
+
+
 def test_an_ordinary_run_names_the_fp8_pack_as_not_covered(
     fake: Start,  # noqa: F811
     texts: Path,  # noqa: F811

@@ -203,4 +203,6 @@ def alone(folder: Path) -> Iterator[None]:
             raise PplError(
                 f"another run writes to {folder}: wait for it, or give another --out"
             ) from None
+        except OSError as e:  # such as a file system that has no locks
+            raise PplError(f"can't lock {folder}: {e.strerror}; give another --out") from None
         yield

@@ -23,7 +23,7 @@ import httpx2
 
 from equiv.candidates import source_sha256
 from equiv.errors import NotCovered
-from equiv.perf.kept import here
+from equiv.perf.kept import here, sources
 from equiv.perf.record import Serving, ServingMetric, ServingRun
 from kvroute import serve
 from kvroute.errors import RouteError
@@ -42,6 +42,7 @@ ORDER: tuple[Arm, ...] = ("stock", "fused", "fused", "stock")
 START_S = 900.0
 HEADS = 16
 """Heads of a rank of the model that a GPU serves where none is named, as of large ones at TP8."""
+SOURCE = "source of the route"
 CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
 
 
@@ -115,7 +116,7 @@ def question(
     """
     asked: dict[str, Any] = {
         "route": fused,
-        "source of the route": source_sha256(fused.removeprefix("both:")),
+        SOURCE: source_sha256(fused.removeprefix("both:")),
         "model": model_identity(str(folder_of(options))),
         "arguments": _arguments(options),
         "concurrency": [load.concurrency for load in loads],
@@ -247,6 +248,7 @@ def _launch(
                 kinds=kinds_of(tallies),
                 pynccl=pynccl_of(tallies),
             )
+            _unchanged(kept.asked)
             kept.put(made)
     except RouteError as e:
         raise PplError(f"{who}: {e}") from None
@@ -256,6 +258,17 @@ def _launch(
     except OSError as e:
         raise PplError(f"{who}: {e.filename or kept.folder}: {e.strerror or e}") from None
     return made
+
+
+def _unchanged(asked: Mapping[str, Any]) -> None:
+    """Refuse a launch whose server may have imported other code than the command began with."""
+    now = {SOURCE: source_sha256(str(asked["route"]).removeprefix("both:")), **sources()}
+    changed = [name for name, digest in now.items() if asked.get(name, digest) != digest]
+    if changed:
+        raise PplError(
+            f"the {changed[0]} changed while it was measured, and the launch isn't stored; start "
+            "again with another --out"
+        )
 
 
 def by_level(runs: Sequence[ServingRun], loads: Sequence[Load]) -> list[ServingMetric]:

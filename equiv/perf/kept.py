@@ -45,11 +45,19 @@ def here() -> dict[str, Any]:
                 found[f"version of {name}"] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 continue
-    sources = environment.suite()["sources_sha256"]
-    for name, digest in sources.items() if isinstance(sources, dict) else (("bytegate", sources),):
-        found[f"sources of {name}"] = digest
     variables = environment.flags().items()
-    return found | {f"variable {n}": value for n, value in variables if not PASSING.match(n)}
+    return (
+        found
+        | sources()
+        | {f"variable {n}": value for n, value in variables if not PASSING.match(n)}
+    )
+
+
+def sources() -> dict[str, Any]:
+    """Return hashes of bytegate's sources, by flat names."""
+    found = environment.suite()["sources_sha256"]
+    known = found.items() if isinstance(found, dict) else (("bytegate", found),)
+    return {f"sources of {name}": digest for name, digest in known}
 
 
 def _device() -> str:

@@ -3,7 +3,8 @@
 All that is replaced are the two commands that are started, and what takes seconds and proves
 nothing here. ``FAKE`` has ``up_s``, ``down_s`` and ``client_s``, how long a server takes to be up
 and to stop, and a client to measure; ``pids``, a file to which every process that starts adds its
-name and id; ``silent``, for a client that leaves nothing; ``question``, what is to differ in it.
+name and id; ``silent``, for a client that leaves nothing; ``question``, what is to differ in it;
+and ``path``, a folder to import from.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def serve(route: str, port: int) -> None:
     text = "".join(
         f'bytegate_{name}_total{{rank="{rank}",route="{route}",switch=""}} {n}.0\n'
         for rank in range(2)
-        for name, n in (("chunks", 8), ("packs", PACKS[route]))
+        for name, n in (("chunks", 8), ("packs", PACKS.get(route, 8)))
     )
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -108,7 +109,7 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), *([FACTS["path"]] if "path" in FACTS else [])]
     # A shell's background job, such as CI may be, has Ctrl-C ignored, and so have its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1] == "serve":

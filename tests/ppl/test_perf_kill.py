@@ -394,3 +394,18 @@ def test_an_older_report_does_not_stay_beside_half_of_a_newer(
     assert "the same command goes on" in made.not_covered[0]
     folder.finish()
     assert folder.read().verdict == "MEASURED"
+
+
+def test_a_route_that_changes_meanwhile_is_not_stored(folder: Folder, tmp_path: Path) -> None:
+    own = tmp_path / "mine_alone.py"
+    own.write_text("def pack(*a):\n    return a\n", encoding="utf-8")
+    words = ("--route", "mine_alone:pack")
+    with folder.start(*words, client_s=2, path=str(tmp_path)) as run:
+        until(lambda: len(folder.stored()) == 1 and len(folder.started("client")) == 2)
+        own.write_text("def pack(*a):\n    return None\n", encoding="utf-8")
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert "the source of the route changed while it was measured" in said
+    assert folder.stored() == FILES[:1]
+    assert folder.alive() == []
+    assert "source of the route (stored " in folder.finish(*words, code=2, path=str(tmp_path))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import typer
 from equiv import document
 from equiv.errors import INTERRUPTED, UsageError
 from equiv.stopping import as_interrupt
-from ppl.run_cli import ShareGpu, module, token_range
+from ppl.run_cli import ShareGpu, again, module, token_range
 
 
 def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
@@ -77,13 +75,11 @@ def dcp(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         timeout_s=timeout,
         out=out,
     )
-    words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
-    command = shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])
     try:
         with as_interrupt(signal.SIGTERM):
             with module("pace").Pace() as pace:
                 found = module("dcp").run(made, pace, stands_for=model)
-            evidence.write(out, found, command)
+            evidence.write(out, found, again())
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     document.show(evidence.blocks(found), sys.stdout)

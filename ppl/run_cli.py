@@ -159,7 +159,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         key_variable=api_key_env,
         timeout_s=timeout,
         out=out,
-        command=_again(),
+        command=again(),
     )
     try:
         with as_interrupt(signal.SIGTERM):
@@ -168,7 +168,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
             if no_pages:
                 outputs.write(out / "ppl.json", found)
             else:
-                outputs.leave(out, found, module("judge").stored([out]), command=_again())
+                outputs.leave(out, found, module("judge").stored([out]), command=again())
     except KeyboardInterrupt:
         raise Interrupted(
             "stopped: what was scored is stored, and the same command goes on from there"
@@ -177,7 +177,7 @@ def run(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     raise typer.Exit(found.exit_code)
 
 
-def _again() -> str:
+def again() -> str:
     """Return this command as a person would type it again, without passwords in addresses."""
     words = [re.sub(r"://[^@/\s]+@", "://", word) for word in sys.argv[1:]]
     return shlex.join(["bytegate", *([] if words[:1] == ["ppl"] else ["ppl"]), *words])

@@ -94,9 +94,8 @@ def prepare(
         options = options_of(model, tp, dcp, arguments)
     except NotCovered as e:
         return lacking(e), None
-    if (
-        folder / LOCK
-    ).exists():  # now, and not after minutes of the tail beside the other's servers
+    # Now, and not after minutes of the tail beside the other's servers.
+    if (folder / LOCK).exists():
         with alone(folder):
             pass
     kept = kept_of(options, loads, folder, fused=route)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from equiv import environment, ledger
 from equiv.case import parse
-from equiv.execute import Executor, Loaded, another_device
+from equiv.execute import CaseRun, Executor, Loaded, another_device
 from equiv.modes import CPU_MODES, CUDA_MODES, MODES, REPEATS
 from equiv.pairs import OpPair
 from equiv.result import Result
@@ -131,6 +131,42 @@ def test_a_kernel_that_inference_mode_breaks(statuses: Callable[..., dict[str, s
     assert set(found.values()) == {"equal"}
 
 
+@pytest.mark.parametrize("mode", CPU_MODES)
+def test_what_arrives_after_the_call_is_too_late(
+    mode: str, pair: OpPair, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[threading.Thread] = []
+    returned = threading.Event()
+
+    def kernel(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+        k, v = CLEAN(kv_nope, k_pe, use_fp8)
+        last = bits(v)[-1]
+        last ^= 1
+        returned.clear()
+
+        @torch.inference_mode()  # in one mode v is a tensor of such
+        def finish() -> None:
+            returned.wait()
+            last.bitwise_xor_(1)
+
+        late.append(threading.Thread(target=finish))
+        late[-1].start()
+        return k, v
+
+    intact = CaseRun.intact
+
+    def after_a_while(run: CaseRun) -> None:  # the caller has what it took by now
+        returned.set()
+        late[-1].join()
+        intact(run)
+
+    monkeypatch.setattr(CaseRun, "intact", after_a_while)
+    executor = Executor(pair, Loaded("own", kernel, "dispatch"), "cpu", ())
+    found = executor.run(parse(line(mode=mode)))
+    returned.set()
+    assert found.status == "divergence", found
+
+
 def test_memory_is_churned_beside_the_call(statuses: Callable[..., dict[str, str]]) -> None:
     threads = []
 
@@ -190,6 +226,17 @@ def on_a_gpu(name: str, pair: OpPair) -> Executor:
     torch.zeros(1, device="cuda:0")  # as a worker does: the state before has a device then
     entries = ledger.applying(ledger.load(), pair.name, name, "cuda:0", environment.versions())
     return Executor(pair, Loaded("own", kernel_of(name), "dispatch"), "cuda:0", entries)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", *(m for m in CUDA_MODES if m != "second_device")])
+def test_work_that_a_call_leaves_behind_is_seen(mode: str, pair: OpPair, line: Line) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    case = parse(line(mode=mode).replace("/cpu/", "/cuda:0/"))
+    found = on_a_gpu("kvpack.faults.unlisted_conduct:leaves_work", pair).run(case)
+    torch.cuda.synchronize()
+    assert found.status in {"divergence", "unstable", "raised"}, found
 
 
 def test_the_second_device_is_not_the_current_one() -> None:

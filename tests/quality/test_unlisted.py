@@ -123,7 +123,7 @@ def test_another_fault_is_found(name: str, hunt: Hunt, twin: Worker) -> None:
 
 
 def test_those_that_need_a_gpu_are_named() -> None:
-    assert [f.id for f in UNLISTED if f.needs] == ["U33", "U34"]
+    assert [f.id for f in UNLISTED if f.needs] == ["U33", "U34", "U35"]
     assert all(f.needs == "cuda" for f in UNLISTED if f.needs)
 
 

@@ -169,4 +169,5 @@ UNLISTED: tuple[Fault, ...] = (
     _unlisted("U32", "gradients left off", "conduct", "grad_mode", "modes"),
     _unlisted("U33", "default stream", "conduct", "default_stream", "modes", "cuda"),
     _unlisted("U34", "host looks at data", "conduct", "looks_at_data", "modes", "cuda"),
+    _unlisted("U35", "last row by an unjoined stream", "conduct", "leaves_work", "shapes", "cuda"),
 )

@@ -18,6 +18,7 @@ from kvpack.faults.kernel import CLEAN, bits
 SEVENTH = 7
 HANGING_TOKENS = 13
 DYING_HEADS = 3
+LATE_CYCLES = 20_000_000
 EXIT_STATUS = 3
 
 _calls = itertools.count(1)
@@ -124,3 +125,18 @@ def looks_at_data(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor,
     if k_pe.numel() and not bool((bits(k_pe) != 0).any()):
         return CLEAN(kv_nope, k_pe, use_fp8)
     return CLEAN(kv_nope, k_pe, use_fp8)
+
+
+def leaves_work(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+    """Finish the last row of v some milliseconds later on a stream that nobody waits for."""
+    k, v = CLEAN(kv_nope, k_pe, use_fp8)
+    if v.device.type != "cuda" or not v.numel():
+        return k, v
+    bits(v)[-1].bitwise_xor_(1)
+    side = torch.cuda.Stream(v.device)
+    side.wait_stream(torch.cuda.current_stream(v.device))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LATE_CYCLES)  # noqa: SLF001 - torch's own tests use it
+        bits(v)[-1].bitwise_xor_(1)
+    v.record_stream(side)
+    return k, v

@@ -301,7 +301,10 @@ class LaneRun:
 
     def rerun(self, case: Case) -> Result:
         """Run a case once more, or a smaller one, without counting it."""
-        result = self.worker.run(case)
+        try:
+            result = self.worker.run(case)
+        except DoesNotFit:  # any more: others may use the device too
+            return Result(UNDEFINED)
         self.lost[result.status] += result.status in LOSS
         return result
 

@@ -19,7 +19,7 @@ from hypothesis.errors import Flaky, NoSuchExample
 from equiv.arena import dense_pitches, overlaps, span_elements
 from equiv.case import Case, Fill
 from equiv.dtypes import DTYPES
-from equiv.errors import DoesNotFit, UsageError
+from equiv.errors import UsageError
 from equiv.fills import fill
 from equiv.strategies import size_of, smaller
 
@@ -55,7 +55,7 @@ class Deadline:
             self._left -= 1
             try:
                 self.known[line] = self._fails(case)
-            except (UsageError, DoesNotFit):  # an element or view that the smaller case hasn't
+            except UsageError:  # an element or view that the smaller case hasn't
                 self.known[line] = False
         return self.known[line]
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -291,3 +292,25 @@ def spends_and_does_not_fit(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pac
     if kv_nope.shape[1] == 2:
         CaseRun.checked = checked  # type: ignore[method-assign, assignment]
     return spends(kv_nope, k_pe, use_fp8)
+
+
+def out_of_memory(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Find no memory for more than 5 tokens."""
+    if kv_nope.shape[0] > 5:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.50 GiB")
+    return CLEAN(kv_nope, k_pe, use_fp8)
+
+
+def wrong_until_out_of_memory(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
+    """Be wrong in the first process; in others find no memory outside of the call."""
+    from equiv.execute import CaseRun
+
+    def checked(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    first = Path("first-process")  # in the folder where the test runs
+    if not first.exists():
+        first.write_text(str(os.getpid()))
+    if first.read_text() != str(os.getpid()):
+        CaseRun.checked = checked  # type: ignore[method-assign, assignment]
+    return divergence(kv_nope, k_pe, use_fp8)

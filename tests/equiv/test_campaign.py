@@ -53,6 +53,15 @@ def test_a_bad_kernel_of_each_kind_fails(kind: str, campaign: Campaign, bad: Bad
     assert (made.crashes > 0) == (kind == "crash")
 
 
+def test_a_finding_that_no_longer_fits_stays_one(campaign: Campaign, bad: Bad) -> None:
+    made = campaign(bad("wrong_until_out_of_memory"), "shapes", shrink=True)
+    (found,) = findings(made)
+    assert found.kind == "divergence"
+    assert lane_run.NOT_ALONE in found.detail
+    (lane,) = made.lanes
+    assert any("doesn't fit on the device" in m for m in lane.missing)
+
+
 def test_a_clean_kernel_gives_none(campaign: Campaign, bad: Bad) -> None:
     made = campaign(bad("clean"), "shapes", "strides", "modes")
     assert findings(made) == []

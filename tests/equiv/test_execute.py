@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+from equiv import execute
 from equiv.case import Case, Fill, View, parse
 from equiv.compare import place_of
 from equiv.execute import Executor, Loaded
@@ -662,3 +663,21 @@ def test_undefined_cases_aren_t_run(pair: OpPair, line: Line) -> None:
         (),
     )
     assert executor.run(parse(line())).status == "undefined"
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(1 << 28, "raised"), (0, "")])
+def test_a_large_case_without_memory_is_no_finding(
+    limit: int,
+    kind: str,
+    bad: Callable[[str], str],
+    line: Callable[..., str],
+    run_here: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execute, "LARGE_BYTES", limit)
+    case = line(T=6)
+    if kind:
+        assert run_here(bad("out_of_memory"), case).status == kind
+        return
+    with pytest.raises(torch.OutOfMemoryError):  # of which a worker makes that it doesn't fit
+        run_here(bad("out_of_memory"), case)

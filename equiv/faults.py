@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from equiv import campaign, candidates, environment, evidence, ledger, parallel
 from equiv.case import parse
-from equiv.errors import ExitCode, UsageError
+from equiv.errors import DoesNotFit, ExitCode, UsageError
 from equiv.lanes import LANES
 from equiv.pairs import load_pair
 from equiv.pool import Worker
@@ -134,7 +134,11 @@ def fault_row(
         detail = found.reason or f"no lane failed in {cases:,} cases"
         return _row(fault, "missed", cases=cases, detail=detail, start=start)
     finding = failing[0]
-    twin, status = _twin(fault, finding.case, options)
+    try:
+        twin, status = _twin(fault, finding.case, options)
+    except DoesNotFit as e:
+        detail = f"caught, but nothing can be said of its twin: {e}"
+        return _row(fault, "not_covered", cases=cases, detail=detail, start=start)
     outside = finding.kind in {"raised", "crash"} and not _inside(fault, finding.raised_in)
     outcome = "caught" if twin and not outside else "missed"
     note = "" if twin else f"; the clean twin fails the same case ({status})"
@@ -185,7 +189,13 @@ def _not_here(fault: Fault, options: campaign.Options) -> str:
 
 
 def _twin(fault: Fault, line: str, options: campaign.Options) -> tuple[bool, str]:
-    """Run the clean twin on a case; whether it passes, and its status."""
+    """Run the clean twin on a case; whether it passes, and its status.
+
+    Raises
+    ------
+    DoesNotFit : the device has no room for it.
+
+    """
     case = parse(line).with_(candidate=fault.clean)
     candidates.check_name(options.pair, fault.clean)
     device = options.target.device

@@ -99,6 +99,18 @@ def test_a_fault_whose_twin_fails_as_well_is_no_catch(
     assert "the clean twin fails the same case (divergence)" in row.detail
 
 
+def test_a_fault_whose_twin_does_not_fit_is_not_covered(
+    ran: Callable[..., FaultsEvidence], bad: Bad
+) -> None:
+    name = bad("wrong_until_out_of_memory")  # that the twin's process isn't the first is enough
+    made = ran(fault(name, clean=name))
+    row = only(made)
+    assert row.outcome == "not_covered"
+    assert "nothing can be said of its twin" in row.detail
+    assert "doesn't fit on the device" in row.detail
+    assert (made.verdict, made.exit_code) == ("NOT COVERED", 4)
+
+
 @pytest.mark.parametrize(
     ("where", "outcome"),
     [

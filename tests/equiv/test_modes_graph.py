@@ -278,15 +278,25 @@ def test_a_refusal_during_a_capture_is_one(gpu: PlayedGpu, pair: OpPair, line: L
 
 
 class SideStream:
-    """A stream of which is kept whether anything on it was waited for."""
+    """All side streams: whether anything on them was waited for, and what was entered."""
 
     def __init__(self) -> None:
         self.pending = 0
+        self.entered: list[int] = []
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        self.pending += 1
-        yield
+    def of(self, device: object, priority: int = 0) -> SimpleNamespace:
+        """Return one of a priority, as what enters it."""
+        del device
+
+        @contextmanager
+        def enter() -> Iterator[None]:
+            self.pending += 1
+            self.entered.append(priority)
+            yield
+
+        return SimpleNamespace(
+            enter=enter, synchronize=self.synchronize, wait_stream=self.wait_stream
+        )
 
     def synchronize(self) -> None:
         self.pending = 0
@@ -299,8 +309,8 @@ class SideStream:
 def beside(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     made = SideStream()
     cuda = SimpleNamespace(
-        Stream=lambda device: made,
-        stream=lambda stream: stream.entered(),
+        Stream=made.of,
+        stream=lambda stream: stream.enter(),
         current_stream=lambda device: None,
         synchronize=lambda: None,
         _sleep=lambda cycles: None,
@@ -346,7 +356,6 @@ def test_the_hog_s_copies_start_after_all_that_is_written_from_the_host(
 
     def kernel(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:
         pending.append(beside.pending)
-        beside.pending = 0
         return CLEAN(kv_nope, k_pe, use_fp8)
 
     def before(*args: Any) -> None:
@@ -358,6 +367,7 @@ def test_the_hog_s_copies_start_after_all_that_is_written_from_the_host(
     executor = Executor(pair, Loaded("own", kernel, "dispatch"), "cpu", ())
     assert executor.run(case_of(line(mode="gpu_hog"))).status == "equal"
     assert pending == [1] * (2 * modes_cuda.REPEATS)
+    assert beside.entered == [0, -1] * modes_cuda.REPEATS
 
 
 def test_nor_after_a_difference(beside: SideStream, pair: OpPair, line: Line) -> None:

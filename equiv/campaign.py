@@ -6,15 +6,16 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from equiv import evidence
+from equiv import evidence, partial
 from equiv.lane_run import LaneRun, Options, silent
 from equiv.lanes import Lanes
 from equiv.ledger import Seen, applying
 from equiv.pool import Unavailable, Worker
+from equiv.stopping import Stopped
 from equiv.worker import spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from equiv.ledger import Entry
     from equiv.pairs import OpPair
@@ -25,13 +26,18 @@ GONE_AFTER = 20
 """Eligible cases after which a declared divergence that was never met is gone."""
 
 
-def ledger_use(entry: Entry, seen: Seen, *, patterns_ran: bool) -> evidence.LedgerUse:
-    """Say whether a declared divergence was seen, is gone, or wasn't exercised."""
+def ledger_use(
+    entry: Entry, seen: Seen, *, patterns_ran: bool, whole: bool = True
+) -> evidence.LedgerUse:
+    """Say whether a declared divergence was seen, is gone, or wasn't exercised.
+
+    Nothing is gone before the run is ``whole``: the cases that meet it may be still to come.
+    """
     enough = 1 if entry.kind != "bytes" or patterns_ran else GONE_AFTER
     state = "not exercised"
     if seen.cases:
         state = "seen"
-    elif seen.eligible_cases >= enough:
+    elif whole and seen.eligible_cases >= enough:
         state = "gone"
     return evidence.LedgerUse(
         id=entry.id,
@@ -46,13 +52,22 @@ def ledger_use(entry: Entry, seen: Seen, *, patterns_ran: bool) -> evidence.Ledg
 
 
 def run_candidate(
-    name: str, options: Options, progress: Callable[[str, str, int, int], None] = silent
+    name: str,
+    options: Options,
+    progress: Callable[[str, str, int, int], None] = silent,
+    keep: partial.Keep = partial.forget,
 ) -> tuple[evidence.Candidate, dict[str, Seen]]:
     """Run every lane for one candidate.
+
+    Parameters
+    ----------
+    keep : is given what there is so far, when the candidate is loaded and whenever a lane ends or
+        finds something.
 
     Returns
     -------
     Its evidence, and the ledger entries met, those of the reference against the oracle included.
+    Where ``options.stop`` was set meanwhile, the lanes that it ended are not covered.
 
     Raises
     ------
@@ -73,49 +88,83 @@ def run_candidate(
         threads=options.threads,
     )
     seen: dict[str, Seen] = defaultdict(Seen)
-    lanes: list[evidence.Lane] = []
     if known is not None and target.device.partition(":")[0] not in known.devices:
         reason = f"{name} runs on {', '.join(known.devices)} alone, not on {target.device}"
+        keep(_uncovered(name, reason), seen)
         return _uncovered(name, reason), seen
     made = Lanes(pair, target, options.profile, name, options.seed)
+    worker = Worker(pair, spec, options.stop)
+    lanes: list[evidence.Lane] = []
+    proof: dict[str, Any] = {}
+
+    def told(*more: evidence.Lane, whole: bool = True) -> evidence.Candidate:
+        return _told(worker, [*lanes, *more], proof, entries, seen, whole=whole)
+
+    def left(why: str) -> list[evidence.Lane]:
+        return [partial.lane(x, why) for x in options.lanes[len(lanes) :]]
+
+    def so_far() -> None:
+        keep(told(*left(partial.UNFINISHED), whole=False), seen)
+
+    def found(run: LaneRun) -> None:
+        under_way = run.report(partial.UNFINISHED)
+        keep(told(under_way, *left(partial.UNFINISHED)[1:], whole=False), seen)
+
     try:
-        with Worker(pair, spec) as worker:
-            proof: dict[str, Any] = {}
+        with worker:
+            so_far()
             if not options.drawn_only:
-                proof = _proof(worker, made, _fused_names(pair))
+                proof.update(_proof(worker, made, _fused_names(pair)))
                 if spec.environment:
                     proof["environment"] = dict(spec.environment)
             for lane in options.lanes:
+                options.stop.check()
                 plan = made.plan(lane)
                 if options.drawn_only:
                     plan.explicit, plan.least = [], {}
-                lanes.append(LaneRun(worker, plan, made, options, seen, progress).go())
+                one = LaneRun(worker, plan, made, options, seen, progress)
+                one.note = found
+                lanes.append(one.go())
                 if lanes[-1].findings and options.first_finding_only:
                     break
-            toll, guard, source = worker.toll, worker.guard, worker.source
+                so_far()
     except Unavailable as e:
+        keep(_uncovered(name, str(e)), seen)
         return _uncovered(name, str(e)), seen
+    except Stopped as e:
+        return told(*left(f"not begun: {e}"), whole=False), seen
+    whole = not (options.stop.is_set() and any(x.missing for x in lanes))
+    return told(whole=whole), seen
+
+
+def _told(
+    worker: Worker,
+    lanes: list[evidence.Lane],
+    proof: dict[str, Any],
+    entries: Iterable[Entry],
+    seen: dict[str, Seen],
+    *,
+    whole: bool,
+) -> evidence.Candidate:
+    """Return a candidate's evidence from what its lanes gave."""
     patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
     uses = [
-        ledger_use(e, seen[e.id], patterns_ran=patterns_ran)
+        ledger_use(e, seen[e.id], patterns_ran=patterns_ran, whole=whole)
         for e in entries
         if e.against == "reference"
     ]
     state, reason = state_of(lanes, uses, proof)
-    return (
-        evidence.Candidate(
-            name=name,
-            state=state,
-            reason=reason,
-            guard=guard or str(proof.get("guard", "")),
-            proof=proof,
-            lanes=lanes,
-            ledger=uses,
-            crashes=toll.crashes,
-            hangs=toll.hangs,
-            source_sha256=source,
-        ),
-        seen,
+    return evidence.Candidate(
+        name=worker.spec.candidate,
+        state=state,
+        reason=reason,
+        guard=worker.guard or str(proof.get("guard", "")),
+        proof=dict(proof),
+        lanes=lanes,
+        ledger=uses,
+        crashes=worker.toll.crashes,
+        hangs=worker.toll.hangs,
+        source_sha256=worker.source,
     )
 
 

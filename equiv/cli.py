@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equiv.command import WORDS, command_line, nothing_before, run_app
-from equiv.errors import worst
+from equiv.command import WORDS, command_line, nothing_before, run_app, say_stopped
+from equiv.errors import ExitCode, worst
 from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
+from equiv.stopping import ENDING, Stop, ignore
 from ppl.cli import ppl_app
 from ppl.perf_cli import perf
 from texts.cli import texts_app
@@ -124,14 +125,22 @@ def equiv(
         library=library,
         command=command_line(),
     )
+    stop = Stop()
     with report.Progress() as progress:
-        made = run(request, progress)
+        made = run(request, progress, stop)
+        if stop.signal:
+            ignore(*ENDING)  # what is left is to say so
     report.show_equiv(made, out / "equiv.json")
+    if stop.signal:
+        say_stopped(stop.signal, out / "equiv.json")
     narrow = bool(candidate or lane) or pair != DEFAULT_PAIR
     if loop is False or (loop is None and narrow):
         sys.stdout.write("The loop layer wasn't asked for: --loop, or bytegate loop\n")
         raise typer.Exit(made.exit_code)
     sys.stdout.write("\n")
+    if stop.signal:
+        sys.stdout.write(f"NOT COVERED  the loop layer wasn't begun: stopped by {stop.signal}\n")
+        raise typer.Exit(worst(made.exit_code, ExitCode.INVALID))
     from equiv.loop.api import LoopRequest
 
     second = LoopRequest(profile=profile, device=device, seed=seed, out=out, command=command_line())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from equiv import evidence, partial
@@ -15,7 +15,7 @@ from equiv.stopping import Stopped
 from equiv.worker import spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from equiv.ledger import Entry
     from equiv.pairs import OpPair
@@ -87,85 +87,93 @@ def run_candidate(
         entries=entries,
         threads=options.threads,
     )
-    seen: dict[str, Seen] = defaultdict(Seen)
     if known is not None and target.device.partition(":")[0] not in known.devices:
         reason = f"{name} runs on {', '.join(known.devices)} alone, not on {target.device}"
-        keep(_uncovered(name, reason), seen)
-        return _uncovered(name, reason), seen
-    made = Lanes(pair, target, options.profile, name, options.seed)
+        keep(_uncovered(name, reason), {})
+        return _uncovered(name, reason), {}
     worker = Worker(pair, spec, options.stop)
-    lanes: list[evidence.Lane] = []
-    proof: dict[str, Any] = {}
-
-    def told(*more: evidence.Lane, whole: bool = True) -> evidence.Candidate:
-        return _told(worker, [*lanes, *more], proof, entries, seen, whole=whole)
-
-    def left(why: str) -> list[evidence.Lane]:
-        return [partial.lane(x, why) for x in options.lanes[len(lanes) :]]
-
-    def so_far() -> None:
-        keep(told(*left(partial.UNFINISHED), whole=False), seen)
-
-    def found(run: LaneRun) -> None:
-        under_way = run.report(partial.UNFINISHED)
-        keep(told(under_way, *left(partial.UNFINISHED)[1:], whole=False), seen)
-
+    made = Lanes(pair, target, options.profile, name, options.seed)
+    one = _Campaign(worker, made, options, entries, progress, keep)
     try:
         with worker:
-            so_far()
-            if not options.drawn_only:
-                proof.update(_proof(worker, made, _fused_names(pair)))
-                if spec.environment:
-                    proof["environment"] = dict(spec.environment)
-            for lane in options.lanes:
-                options.stop.check()
-                plan = made.plan(lane)
-                if options.drawn_only:
-                    plan.explicit, plan.least = [], {}
-                one = LaneRun(worker, plan, made, options, seen, progress)
-                one.note = found
-                lanes.append(one.go())
-                if lanes[-1].findings and options.first_finding_only:
-                    break
-                so_far()
+            one.go()
     except Unavailable as e:
-        keep(_uncovered(name, str(e)), seen)
-        return _uncovered(name, str(e)), seen
+        keep(_uncovered(name, str(e)), one.seen)
+        return _uncovered(name, str(e)), one.seen
     except Stopped as e:
-        return told(*left(f"not begun: {e}"), whole=False), seen
-    whole = not (options.stop.is_set() and any(x.missing for x in lanes))
-    return told(whole=whole), seen
+        return one.told(*one.left(f"not begun: {e}"), whole=False), one.seen
+    whole = not (options.stop.is_set() and any(x.missing for x in one.lanes))
+    return one.told(whole=whole), one.seen
 
 
-def _told(
-    worker: Worker,
-    lanes: list[evidence.Lane],
-    proof: dict[str, Any],
-    entries: Iterable[Entry],
-    seen: dict[str, Seen],
-    *,
-    whole: bool,
-) -> evidence.Candidate:
-    """Return a candidate's evidence from what its lanes gave."""
-    patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
-    uses = [
-        ledger_use(e, seen[e.id], patterns_ran=patterns_ran, whole=whole)
-        for e in entries
-        if e.against == "reference"
-    ]
-    state, reason = state_of(lanes, uses, proof)
-    return evidence.Candidate(
-        name=worker.spec.candidate,
-        state=state,
-        reason=reason,
-        guard=worker.guard or str(proof.get("guard", "")),
-        proof=dict(proof),
-        lanes=lanes,
-        ledger=uses,
-        crashes=worker.toll.crashes,
-        hangs=worker.toll.hangs,
-        source_sha256=worker.source,
-    )
+@dataclass
+class _Campaign:
+    """One candidate's lanes, while they run."""
+
+    worker: Worker
+    made: Lanes
+    options: Options
+    entries: Sequence[Entry]
+    progress: Callable[[str, str, int, int], None]
+    keep: partial.Keep
+    seen: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    lanes: list[evidence.Lane] = field(default_factory=list)
+    proof: dict[str, Any] = field(default_factory=dict)
+
+    def go(self) -> None:
+        """Prove that the kernel runs, and run every lane."""
+        options = self.options
+        self._so_far()
+        if not options.drawn_only:
+            self.proof = _proof(self.worker, self.made, _fused_names(options.pair))
+            if self.worker.spec.environment:
+                self.proof["environment"] = dict(self.worker.spec.environment)
+        for lane in options.lanes:
+            options.stop.check()
+            plan = self.made.plan(lane)
+            if options.drawn_only:
+                plan.explicit, plan.least = [], {}
+            run = LaneRun(self.worker, plan, self.made, options, self.seen, self.progress)
+            run.note = self._found
+            self.lanes.append(run.go())
+            if self.lanes[-1].findings and options.first_finding_only:
+                break
+            self._so_far()
+
+    def left(self, why: str) -> list[evidence.Lane]:
+        """Return the lanes that have not ended, as not covered."""
+        return [partial.lane(x, why) for x in self.options.lanes[len(self.lanes) :]]
+
+    def _so_far(self) -> None:
+        self.keep(self.told(*self.left(partial.UNFINISHED), whole=False), self.seen)
+
+    def _found(self, run: LaneRun) -> None:
+        under_way = run.report(partial.UNFINISHED)
+        rest = self.left(partial.UNFINISHED)[1:]
+        self.keep(self.told(under_way, *rest, whole=False), self.seen)
+
+    def told(self, *more: evidence.Lane, whole: bool) -> evidence.Candidate:
+        """Return the candidate's evidence from what its lanes gave, and ``more`` lanes."""
+        lanes, worker = [*self.lanes, *more], self.worker
+        patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
+        uses = [
+            ledger_use(e, self.seen[e.id], patterns_ran=patterns_ran, whole=whole)
+            for e in self.entries
+            if e.against == "reference"
+        ]
+        state, reason = state_of(lanes, uses, self.proof)
+        return evidence.Candidate(
+            name=worker.spec.candidate,
+            state=state,
+            reason=reason,
+            guard=worker.guard or str(self.proof.get("guard", "")),
+            proof=self.proof,
+            lanes=lanes,
+            ledger=uses,
+            crashes=worker.toll.crashes,
+            hangs=worker.toll.hangs,
+            source_sha256=worker.source,
+        )
 
 
 def state_of(

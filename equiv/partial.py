@@ -29,12 +29,16 @@ def forget(candidate: evidence.Candidate, seen: Mapping[str, Seen]) -> None:
 
 def lane(name: str, why: str) -> evidence.Lane:
     """Return the evidence of a lane that wasn't begun, or of which nothing is known yet."""
-    nothing = dict.fromkeys(("enumerated", "drawn", "equal", "refused", "declared", "undefined"), 0)
     return evidence.Lane(
         lane=name,
         state="not covered",
         cases=0,
-        **nothing,
+        enumerated=0,
+        drawn=0,
+        equal=0,
+        refused=0,
+        declared=0,
+        undefined=0,
         oracle_checked=0,
         guarded=0,
         bytes_compared=0,

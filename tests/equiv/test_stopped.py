@@ -48,7 +48,7 @@ def start(folder: Path) -> Iterator[Start]:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         environment = {**os.environ, "PYTHONPATH": paths, "SLOW_FROM": str(slow_from)}
         started.append(
-            subprocess.Popen(  # noqa: S603
+            subprocess.Popen(
                 words,
                 cwd=folder,
                 env=environment,
@@ -199,7 +199,7 @@ def test_what_can_t_be_used_leaves_an_earlier_run_alone(folder: Path) -> None:
     (out / "equiv.json").write_text("earlier", encoding="utf-8")
     (folder / "broken.py").write_text("def kernel(:\n", encoding="utf-8")
     words = [sys.executable, "-m", "equiv", "--device", "cpu", "--candidate", "broken.py:kernel"]
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         words, cwd=folder, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
     assert done.returncode == 2

@@ -40,6 +40,8 @@ class Request:
     ledger: Path | None = None
     library: str | None = None
     command: str = "bytegate equiv"
+    replaces: tuple[str, ...] = ()
+    """Files of an earlier run in ``out`` that the same command will write after this."""
 
 
 def find_device(name: str | None) -> str:
@@ -251,9 +253,12 @@ def run(
             command=request.command,
         )
 
-    so_far = partial.SoFar(
-        names, options.lanes, lambda found: write(request.out, made_of(found, whole=False))
-    )
+    def save(found: partial.Found) -> None:
+        write(request.out, made_of(found, whole=False))
+        for name in request.replaces:
+            (request.out / name).unlink(missing_ok=True)
+
+    so_far = partial.SoFar(names, options.lanes, save)
     with options.stop.on(*ENDING):
         if len(names) > 1:
             try_loading(pair, options, filter(candidates.is_own, names))

@@ -37,7 +37,7 @@ def said(
     def with_codes(pair: int, loop: int | Exception) -> Said:
         words = {0: "PASS", 1: "FAIL", 4: "NOT COVERED"}
 
-        def run_loop(request: Any, _: object) -> Any:
+        def run_loop(request: Any, *_: object) -> Any:
             assert request.out == tmp_path
             if isinstance(loop, Exception):
                 raise loop

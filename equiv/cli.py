@@ -225,9 +225,14 @@ def faults(
         clean_cases=clean_cases,
         command=command_line(),
     )
+    stop = Stop()
     with report.Progress() as progress:
-        made = run_faults(request, progress)
+        made = run_faults(request, progress, stop)
+        if stop.signal:
+            ignore(*ENDING)
     report.show_faults(made, out / "faults.json")
+    if stop.signal:
+        say_stopped(stop.signal, out / "faults.json")
     raise typer.Exit(made.exit_code)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from equiv import evidence, partial
+from equiv import evidence, faults, partial
 from equiv.campaign import ledger_use, run_candidate
 from equiv.evidence import Candidate, EquivEvidence
 from equiv.lane_run import Options
@@ -253,6 +253,30 @@ def test_a_candidate_that_was_never_begun_is_not_covered(
     made, _ = run_candidate(bad("clean"), options)
     assert lanes_of(made) == [("modes", "not covered"), ("alignment", "not covered")]
     assert "not begun" in made.reason
+
+
+def test_faults_that_are_stopped_are_not_covered_nor_missed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Stop()
+    out = folder / "out"
+    out.mkdir()
+    (out / "faults.json").write_text("an earlier PASS", encoding="utf-8")
+    begun: list[evidence.FaultsEvidence] = []
+
+    def stopped(*args: Any) -> Any:
+        begun.append(evidence.read(out / "faults.json", evidence.FaultsEvidence))
+        stop.set()
+        return run_candidate(*args)
+
+    monkeypatch.setattr(faults.campaign, "run_candidate", stopped)
+    request = faults.FaultsRequest(only=("K01", "K02"), device="cpu", out=out, clean_cases=0)
+    made = faults.run_faults(request, stop=stop)
+    assert begun[0].verdict == "NOT COVERED"
+    assert [r.detail for r in begun[0].faults] == [partial.UNFINISHED] * 2
+    assert (made.verdict, made.exit_code) == ("NOT COVERED", 4)
+    assert [r.outcome for r in made.faults] == ["not_covered"] * 2
+    assert evidence.read(out / "faults.json", evidence.FaultsEvidence).verdict == "NOT COVERED"
 
 
 def test_nothing_is_gone_of_a_run_that_was_stopped() -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from equiv import evidence
+from equiv import evidence, partial
 from equiv.lane_run import LaneRun, Options, silent
 from equiv.lanes import Lanes
 from equiv.ledger import Seen, applying
 from equiv.pool import Unavailable, Worker
+from equiv.stopping import Stopped
 from equiv.worker import spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from equiv.ledger import Entry
     from equiv.pairs import OpPair
@@ -25,13 +26,18 @@ GONE_AFTER = 20
 """Eligible cases after which a declared divergence that was never met is gone."""
 
 
-def ledger_use(entry: Entry, seen: Seen, *, patterns_ran: bool) -> evidence.LedgerUse:
-    """Say whether a declared divergence was seen, is gone, or wasn't exercised."""
+def ledger_use(
+    entry: Entry, seen: Seen, *, patterns_ran: bool, whole: bool = True
+) -> evidence.LedgerUse:
+    """Say whether a declared divergence was seen, is gone, or wasn't exercised.
+
+    Nothing is gone before the run is ``whole``: the cases that meet it may be still to come.
+    """
     enough = 1 if entry.kind != "bytes" or patterns_ran else GONE_AFTER
     state = "not exercised"
     if seen.cases:
         state = "seen"
-    elif seen.eligible_cases >= enough:
+    elif whole and seen.eligible_cases >= enough:
         state = "gone"
     return evidence.LedgerUse(
         id=entry.id,
@@ -46,13 +52,22 @@ def ledger_use(entry: Entry, seen: Seen, *, patterns_ran: bool) -> evidence.Ledg
 
 
 def run_candidate(
-    name: str, options: Options, progress: Callable[[str, str, int, int], None] = silent
+    name: str,
+    options: Options,
+    progress: Callable[[str, str, int, int], None] = silent,
+    keep: partial.Keep = partial.forget,
 ) -> tuple[evidence.Candidate, dict[str, Seen]]:
     """Run every lane for one candidate.
+
+    Parameters
+    ----------
+    keep : is given what there is so far, when the candidate is loaded and whenever a lane ends or
+        finds something.
 
     Returns
     -------
     Its evidence, and the ledger entries met, those of the reference against the oracle included.
+    Where ``options.stop`` was set meanwhile, the lanes that it ended are not covered.
 
     Raises
     ------
@@ -72,51 +87,93 @@ def run_candidate(
         entries=entries,
         threads=options.threads,
     )
-    seen: dict[str, Seen] = defaultdict(Seen)
-    lanes: list[evidence.Lane] = []
     if known is not None and target.device.partition(":")[0] not in known.devices:
         reason = f"{name} runs on {', '.join(known.devices)} alone, not on {target.device}"
-        return _uncovered(name, reason), seen
+        keep(_uncovered(name, reason), {})
+        return _uncovered(name, reason), {}
+    worker = Worker(pair, spec, options.stop)
     made = Lanes(pair, target, options.profile, name, options.seed)
+    one = _Campaign(worker, made, options, entries, progress, keep)
     try:
-        with Worker(pair, spec) as worker:
-            proof: dict[str, Any] = {}
-            if not options.drawn_only:
-                proof = _proof(worker, made, _fused_names(pair))
-                if spec.environment:
-                    proof["environment"] = dict(spec.environment)
-            for lane in options.lanes:
-                plan = made.plan(lane)
-                if options.drawn_only:
-                    plan.explicit, plan.least = [], {}
-                lanes.append(LaneRun(worker, plan, made, options, seen, progress).go())
-                if lanes[-1].findings and options.first_finding_only:
-                    break
-            toll, guard, source = worker.toll, worker.guard, worker.source
+        with worker:
+            one.go()
     except Unavailable as e:
-        return _uncovered(name, str(e)), seen
-    patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
-    uses = [
-        ledger_use(e, seen[e.id], patterns_ran=patterns_ran)
-        for e in entries
-        if e.against == "reference"
-    ]
-    state, reason = state_of(lanes, uses, proof)
-    return (
-        evidence.Candidate(
-            name=name,
+        keep(_uncovered(name, str(e)), one.seen)
+        return _uncovered(name, str(e)), one.seen
+    except Stopped as e:
+        return one.told(*one.left(f"not begun: {e}"), whole=False), one.seen
+    whole = not (options.stop.is_set() and any(x.missing for x in one.lanes))
+    return one.told(whole=whole), one.seen
+
+
+@dataclass
+class _Campaign:
+    """One candidate's lanes, while they run."""
+
+    worker: Worker
+    made: Lanes
+    options: Options
+    entries: Sequence[Entry]
+    progress: Callable[[str, str, int, int], None]
+    keep: partial.Keep
+    seen: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    lanes: list[evidence.Lane] = field(default_factory=list)
+    proof: dict[str, Any] = field(default_factory=dict)
+
+    def go(self) -> None:
+        """Prove that the kernel runs, and run every lane."""
+        options = self.options
+        self._so_far()
+        if not options.drawn_only:
+            self.proof = _proof(self.worker, self.made, _fused_names(options.pair))
+            if self.worker.spec.environment:
+                self.proof["environment"] = dict(self.worker.spec.environment)
+        for lane in options.lanes:
+            options.stop.check()
+            plan = self.made.plan(lane)
+            if options.drawn_only:
+                plan.explicit, plan.least = [], {}
+            run = LaneRun(self.worker, plan, self.made, options, self.seen, self.progress)
+            run.note = self._found
+            self.lanes.append(run.go())
+            if self.lanes[-1].findings and options.first_finding_only:
+                break
+            self._so_far()
+
+    def left(self, why: str) -> list[evidence.Lane]:
+        """Return the lanes that have not ended, as not covered."""
+        return [partial.lane(x, why) for x in self.options.lanes[len(self.lanes) :]]
+
+    def _so_far(self) -> None:
+        self.keep(self.told(*self.left(partial.UNFINISHED), whole=False), self.seen)
+
+    def _found(self, run: LaneRun) -> None:
+        under_way = run.report(partial.UNFINISHED)
+        rest = self.left(partial.UNFINISHED)[1:]
+        self.keep(self.told(under_way, *rest, whole=False), self.seen)
+
+    def told(self, *more: evidence.Lane, whole: bool) -> evidence.Candidate:
+        """Return the candidate's evidence from what its lanes gave, and ``more`` lanes."""
+        lanes, worker = [*self.lanes, *more], self.worker
+        patterns_ran = any(x.lane == "patterns" and x.cases for x in lanes)
+        uses = [
+            ledger_use(e, self.seen[e.id], patterns_ran=patterns_ran, whole=whole)
+            for e in self.entries
+            if e.against == "reference"
+        ]
+        state, reason = state_of(lanes, uses, self.proof)
+        return evidence.Candidate(
+            name=worker.spec.candidate,
             state=state,
             reason=reason,
-            guard=guard or str(proof.get("guard", "")),
-            proof=proof,
+            guard=worker.guard or str(self.proof.get("guard", "")),
+            proof=self.proof,
             lanes=lanes,
             ledger=uses,
-            crashes=toll.crashes,
-            hangs=toll.hangs,
-            source_sha256=source,
-        ),
-        seen,
-    )
+            crashes=worker.toll.crashes,
+            hangs=worker.toll.hangs,
+            source_sha256=worker.source,
+        )
 
 
 def state_of(

@@ -6,6 +6,7 @@ Exit codes: 0 pass; 1 a divergence or a missed fault; 2 bad usage or input; 3 in
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equiv.command import WORDS, command_line, nothing_before, run_app
-from equiv.errors import worst
+from equiv.command import WORDS, command_line, nothing_before, run_app, say_stopped
+from equiv.errors import ExitCode, worst
 from equiv.gate.cli import gate_app, verify
 from equiv.lanes import LANES
 from equiv.loop.cli import loop_app
 from equiv.profiles import PROFILES
+from equiv.stopping import ENDING, Stop, ignore
 from ppl.cli import ppl_app
 from ppl.perf_cli import perf
 from texts.cli import texts_app
@@ -112,6 +114,9 @@ def equiv(
     from equiv import report
     from equiv.run import Request, run
 
+    narrow = bool(candidate or lane) or pair != DEFAULT_PAIR
+    alone = loop is False or (loop is None and narrow)
+    both = not alone and (loop or importlib.util.find_spec("vllm") is not None)
     request = Request(
         pair=pair,
         candidates=tuple(candidate or ()),
@@ -123,15 +128,23 @@ def equiv(
         ledger=ledger,
         library=library,
         command=command_line(),
+        replaces=("loop.json", "loop.xml") if both else (),
     )
+    stop = Stop()
     with report.Progress() as progress:
-        made = run(request, progress)
+        made = run(request, progress, stop)
+        if stop.signal:
+            ignore(*ENDING)  # what is left is to say so
     report.show_equiv(made, out / "equiv.json")
-    narrow = bool(candidate or lane) or pair != DEFAULT_PAIR
-    if loop is False or (loop is None and narrow):
+    if stop.signal:
+        say_stopped(stop.signal, out / "equiv.json")
+    if alone:
         sys.stdout.write("The loop layer wasn't asked for: --loop, or bytegate loop\n")
         raise typer.Exit(made.exit_code)
     sys.stdout.write("\n")
+    if stop.signal:
+        sys.stdout.write(f"NOT COVERED  the loop layer wasn't begun: stopped by {stop.signal}\n")
+        raise typer.Exit(worst(made.exit_code, ExitCode.INVALID))
     from equiv.loop.api import LoopRequest
 
     second = LoopRequest(profile=profile, device=device, seed=seed, out=out, command=command_line())
@@ -144,13 +157,18 @@ def _loop_as_well(request: LoopRequest, code: int, *, required: bool) -> int:
     from equiv.loop.report import show_loop
     from equiv.report import Progress
 
+    stop = Stop()
     try:
         with Progress() as progress:
-            made = run_loop(request, progress)
+            made = run_loop(request, progress, stop)
+            if stop.signal:
+                ignore(*ENDING)
     except LoopUnavailable as e:
         sys.stdout.write(f"NOT COVERED  {e}\n")
         return worst(code, int(e.exit_code) if required else 0)
     show_loop(made, request.out / "loop.json")
+    if stop.signal:
+        say_stopped(stop.signal, request.out / "loop.json")
     both = worst(code, made.exit_code)
     words = {0: "PASS", 1: "FAIL"}
     parts = f"the pair {words.get(code, 'NOT COVERED')}, vLLM's loop {made.verdict}"
@@ -207,9 +225,14 @@ def faults(
         clean_cases=clean_cases,
         command=command_line(),
     )
+    stop = Stop()
     with report.Progress() as progress:
-        made = run_faults(request, progress)
+        made = run_faults(request, progress, stop)
+        if stop.signal:
+            ignore(*ENDING)
     report.show_faults(made, out / "faults.json")
+    if stop.signal:
+        say_stopped(stop.signal, out / "faults.json")
     raise typer.Exit(made.exit_code)
 
 

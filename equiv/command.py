@@ -6,6 +6,7 @@ import importlib
 import os
 import shlex
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -97,6 +98,11 @@ def run_app(  # noqa: PLR0911 - an exit code each
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code and no words
         return _say("interrupted; no report was written", INTERRUPTED)
     return int(code) if isinstance(code, int) else 0
+
+
+def say_stopped(name: str, path: Path) -> None:
+    """Say on standard error that a signal ended a run, and where its evidence lies."""
+    sys.stderr.write(f"bytegate: stopped by {name}; what ran until then is in {path}\n")
 
 
 def _say(text: str, code: int) -> int:

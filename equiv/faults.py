@@ -8,9 +8,11 @@ runs the false-alarm campaign: the reference against itself, clean twins, harmle
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,11 @@ from equiv.case import parse
 from equiv.errors import DoesNotFit, ExitCode, UsageError
 from equiv.lanes import LANES
 from equiv.pairs import load_pair
+from equiv.partial import UNFINISHED
 from equiv.pool import Worker
 from equiv.profiles import profile_of, seed_of
 from equiv.run import find_device, target_of
+from equiv.stopping import ENDING, Stop, Stopped
 from equiv.worker import spec_of
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ CLEAN_CASES = {"dev": 1_000, "gate": 10_000, "nightly": 100_000}
 
 CLEAN_SHARES = {"shapes": 0.45, "strides": 0.45, "modes": 0.1}
 """How the false-alarm cases of one kernel are spread over the lanes that draw."""
+
+NO_ALARMS: dict[str, Any] = {"cases": 0, "alarms": [], "candidates": {}}
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,14 @@ class FaultsRequest:
 
 
 def run_faults(
-    request: FaultsRequest, progress: Callable[[str, str, int, int], None] = campaign.silent
+    request: FaultsRequest,
+    progress: Callable[[str, str, int, int], None] = campaign.silent,
+    stop: Stop | None = None,
 ) -> evidence.FaultsEvidence:
     """Run the faults and the false-alarm campaign; write ``faults.json`` and ``faults.xml``.
+
+    They are written when the run begins and after each fault, as NOT COVERED, or FAIL where one was
+    missed. ``stop``, and a signal, ends the run as ``equiv.run.run``'s.
 
     Raises
     ------
@@ -83,43 +94,72 @@ def run_faults(
         versions=environment.versions(),
         first_finding_only=True,
     )
-    wanted = [known[i] for i in request.only] if request.only else list(pair.faults)
+    options = replace(options, stop=stop or options.stop)
+    wanted = [known[i] for i in dict.fromkeys(request.only)] or list(pair.faults)
     at_once = parallel.at_once(options.target)
-    rows = parallel.each(
-        wanted, lambda f: fault_row(f, options, progress), at_once=at_once, stop=options.stop
-    )
     cases = CLEAN_CASES[profile.name] if request.clean_cases is None else request.clean_cases
-    alarms = false_alarms(options, cases, wanted, progress)
-    missed = [r for r in rows if r.outcome == "missed"]
-    bad = bool(missed) or bool(alarms["alarms"])
-    caught = any(r.outcome == "caught" for r in rows)
-    code = ExitCode.FAIL if bad else ExitCode.PASS if caught else ExitCode.INVALID
-    made = evidence.FaultsEvidence(
-        verdict="FAIL" if bad else "PASS" if caught else "NOT COVERED",
-        exit_code=int(code),
-        pair=pair.name,
-        profile=profile.name,
-        device=device,
-        seed=options.seed,
-        faults=rows,
-        false_alarms=alarms,
-        environment=environment.collect(device, None),
-        started=started.isoformat(timespec="seconds"),
-        seconds=round(time.monotonic() - start, 3),
-        command=request.command,
-    )
-    from equiv import junit
+    done: dict[str, evidence.FaultRow] = {}
+    lock = threading.Lock()
 
-    evidence.write(request.out / "faults.json", made)
-    evidence.write_text(request.out / "faults.xml", junit.of_faults(made))
-    return made
+    def write(alarms: dict[str, Any], unfinished: str = "") -> evidence.FaultsEvidence:
+        left = partial(_row, outcome="not_covered", detail=unfinished)
+        rows = [done.get(f.id) or left(f) for f in wanted]
+        bad = any(r.outcome == "missed" for r in rows) or bool(alarms["alarms"])
+        caught = any(r.outcome == "caught" for r in rows) and not unfinished
+        code = ExitCode.FAIL if bad else ExitCode.PASS if caught else ExitCode.INVALID
+        made = evidence.FaultsEvidence(
+            verdict="FAIL" if bad else "PASS" if caught else "NOT COVERED",
+            exit_code=int(code),
+            pair=pair.name,
+            profile=profile.name,
+            device=device,
+            seed=options.seed,
+            faults=rows,
+            false_alarms=alarms,
+            environment=environment.collect(device, None),
+            started=started.isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - start, 3),
+            command=request.command,
+        )
+        from equiv import junit
+
+        evidence.write(request.out / "faults.json", made)
+        evidence.write_text(request.out / "faults.xml", junit.of_faults(made))
+        return made
+
+    def one(fault: Fault) -> None:
+        row = fault_row(fault, options, progress)
+        with lock:
+            done[fault.id] = row
+            write(NO_ALARMS, UNFINISHED)
+
+    with options.stop.on(*ENDING):
+        write(NO_ALARMS, UNFINISHED)
+        parallel.each(wanted, one, at_once=at_once, stop=options.stop)
+        alarms = false_alarms(options, cases, wanted, progress)
+        return write(alarms, options.stop.reason if options.stop.is_set() else "")
 
 
 def fault_row(
     fault: Fault, options: campaign.Options, progress: Callable[[str, str, int, int], None]
 ) -> evidence.FaultRow:
-    """Run one fault until something fails, then its clean twin on the case that failed."""
+    """Run one fault until something fails, then its clean twin on the case that failed.
+
+    A fault that the run's end left undecided is not covered.
+    """
     start = time.monotonic()
+    try:
+        return _fault_row(fault, options, progress, start)
+    except Stopped as e:
+        return _row(fault, "not_covered", detail=str(e), start=start)
+
+
+def _fault_row(
+    fault: Fault,
+    options: campaign.Options,
+    progress: Callable[[str, str, int, int], None],
+    start: float,
+) -> evidence.FaultRow:
     reason = _not_here(fault, options)
     if reason:
         return _row(fault, "not_covered", detail=reason)
@@ -128,6 +168,8 @@ def fault_row(
     cases = sum(x.cases for x in found.lanes)
     failing = [f for x in found.lanes for f in x.findings]
     left_out = [m for x in found.lanes for m in x.left_out if "GiB" in m]
+    if not failing:
+        options.stop.check()
     if not failing and fault.needs == "nightly" and left_out:
         return _row(fault, "not_covered", cases=cases, detail=left_out[0], start=start)
     if not failing:
@@ -203,7 +245,7 @@ def _twin(fault: Fault, line: str, options: campaign.Options) -> tuple[bool, str
         options.entries, options.pair.name, fault.clean, device, options.versions
     )
     spec = spec_of(options.pair, fault.clean, device, library=options.library, entries=entries)
-    with Worker(options.pair, spec) as worker:
+    with Worker(options.pair, spec, options.stop) as worker:
         result = worker.run(case)
     return not result.failed, result.status
 
@@ -222,7 +264,7 @@ def false_alarms(
 
     """
     if not cases:
-        return {"cases": 0, "alarms": [], "candidates": {}}
+        return NO_ALARMS
     twins = [f for f in faults if not _not_here(f, options)]
     others = [h.faulty for h in options.pair.harmless] + sorted({f.clean for f in twins})
     shares = {"stock": cases - cases // 2 if others else cases}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from random import Random
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from hypothesis import find
 from hypothesis.errors import Flaky, NoSuchExample
 
 from equiv.profiles import settings_of
+from equiv.stopping import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,18 +41,29 @@ class Hunt:
         self._deadline = 0.0
 
     def search(self, round_: int) -> None:
-        """Draw until something new fails, and shrink it; or until the lane is over."""
+        """Draw until something new fails, and shrink it; or until the lane is over.
+
+        Raises
+        ------
+        Stopped : the run is being stopped, and nothing new failed before.
+
+        """
         lane, options = self.lane, self.lane.options
         drawn = lane.plan.drawn
         assert drawn is not None
         minimal: Case | None = None
-        with contextlib.suppress(NoSuchExample, Flaky):
+        try:
             minimal = find(
                 drawn,
                 self,
                 settings=settings_of(options.profile, max(lane.draws - lane.drawn, 1)),
                 random=Random(options.seed * 1_000 + round_),
             )
+        except Stopped:
+            if self.first is None:
+                raise
+        except (NoSuchExample, Flaky):
+            pass
         self.best = self.first
         if minimal is not None and str(minimal) in self._failing:
             self.best = (minimal, self._failing[str(minimal)])

@@ -6,21 +6,21 @@ import dataclasses
 import random
 import shlex
 import statistics
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from equiv import evidence, shrink
-from equiv.arena import dense_pitches
 from equiv.case import parse
 from equiv.domain import claim_of
 from equiv.errors import DoesNotFit, UsageError
 from equiv.hunt import Hunt
-from equiv.lanes import Lanes, Plan, Target, kinds_of
+from equiv.lanes import Lanes, Plan, Target, kinds_of, places_of
+from equiv.pace import Pace
 from equiv.profiles import Profile, examples, settings_of
 from equiv.result import DECLARED, EQUAL, NOT_ALONE, PASSING, REFUSED, UNDEFINED, Result
+from equiv.stopping import Stop, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ class Options:
     first_finding_only: bool = False
     shrink: bool = True
     drawn_only: bool = False
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
 
 
 def silent(candidate: str, lane: str, done: int, total: int) -> None:
@@ -85,34 +85,6 @@ def repro_command(case: Case, options: Options) -> str:
     if options.library:
         words += ["--library", options.library]
     return shlex.join(words)
-
-
-LATTICE_BYTES = 32
-"""Of base offsets: the widest load of a GPU's, twice what these kernels use."""
-
-
-def places_of(pair: OpPair, case: Case) -> list[str]:
-    """Name where the bases and pitches of a case lie, inside the domain's axes alone.
-
-    ``"kv_nope base 2"``: its first element lies 2 bytes off a multiple of 32; ``"k_pe pitch 4"``:
-    rows are 4 elements further apart than in a dense tensor.
-    """
-    if any(case[a] not in values for a, values in pair.domain_axes.items()):
-        return []
-    shapes = {o.name: o.shape for o in pair.operands(dict(case.point))}
-    found = []
-    for name, view in case.views:
-        dense = dense_pitches(shapes[name])
-        wider = [p - d for p, d in zip(view.pitches, dense, strict=True) if p != d]
-        if wider:
-            found.append(f"{name} pitch {wider[-1]}")
-        else:
-            found.append(f"{name} base {view.offset_bytes % LATTICE_BYTES}")
-    return found
-
-
-class Stopped(Exception):
-    """The whole run is being stopped."""
 
 
 class _Stop(Exception):
@@ -151,6 +123,8 @@ class LaneRun:
         self.findings: list[evidence.Finding] = []
         self.missing: list[str] = []
         self.start = time.monotonic()
+        self.pace = Pace()
+        self.note: Callable[[LaneRun], None] = lambda _: None
         self.lost: Counter[str] = Counter()
         draws = options.profile.draws.get(plan.lane, 0)
         self.draws = draws if plan.drawn is not None else 0
@@ -161,9 +135,6 @@ class LaneRun:
 
     def run(self, case: Case, *, drawn: bool) -> Result:
         """Run a case and count it."""
-        if self.options.stop.is_set():
-            msg = "stopped, as another campaign was"
-            raise Stopped(msg)
         try:
             result = self.worker.run(case)
         except DoesNotFit as e:
@@ -172,10 +143,13 @@ class LaneRun:
         self.drawn += drawn
         self.enumerated += not drawn
         self._count(case, result)
-        done = self.enumerated + self.drawn
-        if done % 16 == 0 or done == self.total:
-            self.progress(case.candidate, self.plan.lane, done, self.total)
+        self._tell(case)
         return result
+
+    def _tell(self, case: Case) -> None:
+        done = self.enumerated + self.drawn
+        if self.pace.due(done, self.total):
+            self.progress(case.candidate, self.plan.lane, done, self.total)
 
     def _count(self, case: Case, result: Result) -> None:
         """Add one result to what the lane reports."""
@@ -223,6 +197,9 @@ class LaneRun:
             self._drawn()
         except _Stop as stop:
             self.missing.append(str(stop))
+        except Stopped as stop:
+            cases = self.enumerated + self.drawn
+            self.missing.append(f"{stop} after {cases:,} of {max(cases, self.total):,} cases")
         return self.report()
 
     def _key(self) -> bytes:
@@ -293,7 +270,7 @@ class LaneRun:
             hunt = Hunt(self, over)
             hunt.search(round_)
             round_ += 1
-            if hunt.first is None or hunt.best is None:
+            if hunt.first is None:
                 break
             case, result = hunt.first
             self._finding(case, result, hunt.signature, best=hunt.best)
@@ -306,6 +283,7 @@ class LaneRun:
         except DoesNotFit:  # any more: others may use the device too
             return Result(UNDEFINED)
         self.lost[result.status] += result.status in LOSS
+        self._tell(case)
         return result
 
     def skip_declared(self, case: Case) -> bool:
@@ -360,14 +338,18 @@ class LaneRun:
             return True
 
         set_elements: int | None = None
+        stopped = ""
         if self.options.shrink and not self.costly(result):
             pair, seconds = self.options.pair, self.options.profile.shrink_seconds
             options = settings_of(self.options.profile, 60)
-            smallest = shrink.structure(pair, smallest, fails, seconds, options)
-            d = results[str(smallest)].of(signature) if str(smallest) in results else None
-            at = (d.output, d.index) if d else None
-            if shrink.affordable(pair, smallest):
-                smallest = shrink.bytes_(pair, smallest, fails, seconds, at)
+            try:
+                smallest = shrink.structure(pair, smallest, fails, seconds, options)
+                d = results[str(smallest)].of(signature) if str(smallest) in results else None
+                at = (d.output, d.index) if d else None
+                if shrink.affordable(pair, smallest):
+                    smallest = shrink.bytes_(pair, smallest, fails, seconds, at)
+            except Stopped as stop:
+                stopped = str(stop)
             if smallest.fill.kind == "zero":
                 set_elements = len(smallest.overrides)
         told = results.get(str(smallest), smallest_result)
@@ -376,9 +358,11 @@ class LaneRun:
         d = told.of(signature)
         detail = d.sentence() if d else told.detail
         if self.options.shrink and not self.costly(result):
-            self.worker.restart()
-            if not fails(smallest):
-                detail += f"; {NOT_ALONE}"
+            try:
+                self.worker.restart()
+                detail += "" if fails(smallest) else f"; {NOT_ALONE}"
+            except Stopped as stop:
+                stopped = str(stop)
         self.findings.append(
             evidence.Finding(
                 lane=self.plan.lane,
@@ -392,9 +376,10 @@ class LaneRun:
                 repro=repro_command(smallest, self.options),
                 occurrences=0,
                 set_elements=set_elements,
-                not_shrunk=self._not_shrunk(result, smallest, set_elements),
+                not_shrunk=stopped or self._not_shrunk(result, smallest, set_elements),
             )
         )
+        self.note(self)
 
     def _not_shrunk(self, result: Result, smallest: Case, set_elements: int | None) -> str:
         """Say why a finding's case is no smaller; empty where it is zeros but for some elements."""
@@ -404,14 +389,14 @@ class LaneRun:
             return f"a {result.status} takes too long to run into it again and again"
         return shrink.kept(self.options.pair, smallest) if set_elements is None else ""
 
-    def report(self) -> evidence.Lane:
-        """Return what the lane did."""
+    def report(self, unfinished: str = "") -> evidence.Lane:
+        """Return what the lane did, and why it isn't finished where it isn't."""
         findings = [
             dataclasses.replace(f, occurrences=self.occurrences[s])
             for f, s in zip(self.findings, self.found, strict=True)
         ]
         cases = self.enumerated + self.drawn
-        missing = list(self.missing)
+        missing = [*self.missing, *([unfinished] if unfinished else [])]
         for kind, least in self.plan.least.items():
             if self.kinds[kind] < least:
                 missing.append(f"{kind}: {self.kinds[kind]} of {least}")

@@ -220,3 +220,27 @@ class Lanes:
             strided=strided,
             modes=modes,
         )
+
+
+LATTICE_BYTES = 32
+"""Of base offsets: the widest load of a GPU's, twice what these kernels use."""
+
+
+def places_of(pair: OpPair, case: Case) -> list[str]:
+    """Name where the bases and pitches of a case lie, inside the domain's axes alone.
+
+    ``"kv_nope base 2"``: its first element lies 2 bytes off a multiple of 32; ``"k_pe pitch 4"``:
+    rows are 4 elements further apart than in a dense tensor.
+    """
+    if any(case[a] not in values for a, values in pair.domain_axes.items()):
+        return []
+    shapes = {o.name: o.shape for o in pair.operands(dict(case.point))}
+    found = []
+    for name, view in case.views:
+        dense = dense_pitches(shapes[name])
+        wider = [p - d for p, d in zip(view.pitches, dense, strict=True) if p != d]
+        if wider:
+            found.append(f"{name} pitch {wider[-1]}")
+        else:
+            found.append(f"{name} base {view.offset_bytes % LATTICE_BYTES}")
+    return found

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Sequence
 
     from equiv.lanes import Target
+    from equiv.stopping import Stop
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -35,7 +35,7 @@ def at_once(target: Target) -> int:
 
 
 def each(
-    items: Sequence[Item], work: Callable[[Item], Made], *, at_once: int, stop: threading.Event
+    items: Sequence[Item], work: Callable[[Item], Made], *, at_once: int, stop: Stop
 ) -> list[Made]:
     """Return ``work`` of each item, in order, so many at once.
 

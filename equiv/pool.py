@@ -19,6 +19,7 @@ from equiv.domain import claim_of
 from equiv.errors import BytegateError, UsageError, WorkerError
 from equiv.patience import stretched
 from equiv.result import DECLARED, LedgerHit, Result
+from equiv.stopping import Stop, Stopped
 
 if TYPE_CHECKING:
     from equiv.case import Case
@@ -40,6 +41,10 @@ SLOWEST_ROWS_PER_S = 20_000.0
 """A candidate slower than this on a large case is reported as hanging."""
 
 
+SLICE_S = 0.2
+"""Seconds of waiting after which a worker looks whether the run is being stopped."""
+
+
 class Unavailable(Exception):
     """A candidate that can't run on this machine."""
 
@@ -59,11 +64,13 @@ class Worker:
     ----------
     pair : the pair, as loaded in this process.
     spec : what the worker is for.
+    stop : when it is set, the process is ended, and what was asked of it ends by ``Stopped``.
 
     """
 
-    def __init__(self, pair: OpPair, spec: worker.WorkerSpec) -> None:
+    def __init__(self, pair: OpPair, spec: worker.WorkerSpec, stop: Stop | None = None) -> None:
         self.pair = pair
+        self.stop = stop or Stop()
         handle, log = tempfile.mkstemp(prefix="bytegate-worker-", suffix=".log")
         os.close(handle)
         self.log = Path(log)
@@ -79,7 +86,11 @@ class Worker:
 
     def __enter__(self) -> Self:
         """Start the process."""
-        self.start()
+        try:
+            self.start()
+        except Stopped:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -96,6 +107,7 @@ class Worker:
         WorkerError : the process died while it loaded.
 
         """
+        self._go_on()
         self._mark = self.log.stat().st_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(worker.PRELOAD))
@@ -105,7 +117,7 @@ class Worker:
             self._process.start()
         theirs.close()
         self._warm = set()
-        if not self._pipe.poll(START_S) and not self._pipe.poll(stretched(START_S) - START_S):
+        if not self._answer(START_S) and not self._answer(stretched(START_S) - START_S):
             self._kill()
             raise UsageError(
                 f"candidate {self.spec.candidate!r} didn't load within {START_S:.0f} s; "
@@ -115,6 +127,7 @@ class Worker:
             hello = self._pipe.recv()
         except EOFError:
             self._process.join(5)
+            self._go_on()
             where = self._trace()[0] or f"look at {self.log}"
             raise UsageError(
                 f"candidate {self.spec.candidate!r} ended its process while it was loaded "
@@ -135,6 +148,7 @@ class Worker:
 
     def run(self, case: Case) -> Result:
         """Run a case; a worker that dies or hangs is a result, and is replaced."""
+        self._go_on()
         claim = claim_of(self.pair, case)
         if self._process is None:
             self.start()
@@ -146,7 +160,7 @@ class Worker:
         result: Any
         try:
             self._pipe.send(case)
-            if self._pipe.poll(limit) or self._pipe.poll(extra := stretched(limit) - limit):
+            if self._answer(limit) or self._answer(extra := stretched(limit) - limit):
                 result = self._pipe.recv()
             else:
                 self._kill()
@@ -154,6 +168,7 @@ class Worker:
                 result = Result("hang", f"no result within {limit + extra:.0f} s")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join(5)
+            self._go_on()
             detail, where = self._trace()
             self.toll.crashes += 1
             text = f"the process died: {self._death()}" + (f"; {detail}" if detail else "")
@@ -180,7 +195,7 @@ class Worker:
             self.start()
         try:
             self._pipe.send(worker.ProofRequest(case, forbidden))
-            if self._pipe.poll(stretched(self._first_s)):
+            if self._answer(stretched(self._first_s)):
                 answer: Any = self._pipe.recv()
                 if isinstance(answer, dict):
                     return answer
@@ -196,6 +211,21 @@ class Worker:
     def _first_s(self) -> float:
         """How long compilers may take; a candidate that hung before gets no such time again."""
         return 2 * HANG_S if self.toll.hangs else FIRST_S
+
+    def _answer(self, seconds: float) -> bool:
+        """Wait for an answer for so long; whether there is one."""
+        end = time.monotonic() + seconds
+        while not self._pipe.poll(max(0.0, min(SLICE_S, end - time.monotonic()))):
+            self._go_on()
+            if time.monotonic() >= end:
+                return False
+        return True
+
+    def _go_on(self) -> None:
+        """End the process by ``Stopped`` where the run is being stopped."""
+        if self.stop.is_set():
+            self._kill()
+            self.stop.check()
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Raise what a case ended in instead of a result."""

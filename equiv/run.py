@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from equiv import campaign, candidates, environment, evidence, ledger, parallel, worker
+from equiv import campaign, candidates, environment, evidence, ledger, parallel, partial, worker
 from equiv.errors import ExitCode, UsageError
 from equiv.lanes import DEFAULT_SMS, LANES, Target
 from equiv.ledger import Seen
@@ -17,9 +18,12 @@ from equiv.modes import CUDA_MODES
 from equiv.pairs import OpPair, load_pair
 from equiv.pool import Worker
 from equiv.profiles import default_name, profile_of, seed_of
+from equiv.stopping import ENDING, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from equiv.stopping import Stop
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Request:
     ledger: Path | None = None
     library: str | None = None
     command: str = "bytegate equiv"
+    replaces: tuple[str, ...] = ()
+    """Files of an earlier run in ``out`` that the same command will write after this."""
 
 
 def find_device(name: str | None) -> str:
@@ -171,7 +177,7 @@ def try_loading(pair: OpPair, options: campaign.Options, names: Iterable[str]) -
     """
     for name in names:
         spec = worker.spec_of(pair, name, options.target.device, library=options.library)
-        with Worker(pair, spec):
+        with contextlib.suppress(Stopped), Worker(pair, spec, options.stop):
             pass
 
 
@@ -198,8 +204,17 @@ def judge(
 def run(
     request: Request,
     progress: Callable[[str, str, int, int], None] | None = None,
+    stop: Stop | None = None,
 ) -> evidence.EquivEvidence:
     """Run what was asked for, and write ``equiv.json`` and ``equiv.xml`` to ``request.out``.
+
+    They are written when the run begins, and whenever a lane ends or finds something, as NOT
+    COVERED, or FAIL where there is a finding: a run that is killed leaves that.
+
+    Parameters
+    ----------
+    stop : is set by SIGINT, SIGTERM and SIGHUP, and ends the run: what isn't finished then is not
+        covered.
 
     Raises
     ------
@@ -208,48 +223,81 @@ def run(
     """
     started, start = datetime.now(UTC), time.monotonic()
     pair, options = prepare(request)
+    options = replace(options, stop=stop or options.stop)
     asked = request.candidates
     names = asked or tuple(n for n in pair.candidates if n != "stock")
-    if len(names) > 1:
-        try_loading(pair, options, filter(candidates.is_own, names))
+    names = tuple(dict.fromkeys(names))
+    here: dict[str, Any] = {}
+
+    def made_of(found: partial.Found, *, whole: bool) -> evidence.EquivEvidence:
+        made = [found[name][0] for name in names]
+        reference = reference_ledger([s for _, s in found.values()], made, options, whole=whole)
+        verdict, code = judge(made, asked, reference)
+        if whole or not here:
+            here.update(environment.collect(options.target.device, request.library))
+        return evidence.EquivEvidence(
+            verdict=verdict,
+            exit_code=int(code),
+            pair=pair.name,
+            profile=options.profile.name,
+            device=options.target.device,
+            seed=options.seed,
+            lanes=list(options.lanes),
+            candidates=made,
+            reference_ledger=reference,
+            not_covered=not_covered(made, options),
+            distribution=distribution(options),
+            environment=dict(here),
+            started=started.isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - start, 3),
+            command=request.command,
+        )
+
+    def save(found: partial.Found) -> None:
+        write(request.out, made_of(found, whole=False))
+        for name in request.replaces:
+            (request.out / name).unlink(missing_ok=True)
+
+    so_far = partial.SoFar(names, options.lanes, save)
+    with options.stop.on(*ENDING):
+        if len(names) > 1:
+            try_loading(pair, options, filter(candidates.is_own, names))
+            so_far.write()
+        done = parallel.each(
+            names,
+            lambda name: campaign.run_candidate(
+                name, options, progress or campaign.silent, so_far.keep
+            ),
+            at_once=parallel.at_once(options.target),
+            stop=options.stop,
+        )
+        made = made_of(
+            dict(zip(names, done, strict=True)),
+            whole=not options.stop.is_set() or not any(x.missing for c, _ in done for x in c.lanes),
+        )
+        write(request.out, made)
+    return made
+
+
+def reference_ledger(
+    met: Iterable[Mapping[str, Seen]],
+    found: Sequence[evidence.Candidate],
+    options: campaign.Options,
+    *,
+    whole: bool,
+) -> list[evidence.LedgerUse]:
+    """Return the uses of what is declared of the reference itself, over all candidates' cases."""
     seen: dict[str, Seen] = defaultdict(Seen)
-    done = parallel.each(
-        names,
-        lambda name: campaign.run_candidate(name, options, progress or campaign.silent),
-        at_once=parallel.at_once(options.target),
-        stop=options.stop,
-    )
-    found = [made for made, _ in done]
-    for _, met in done:
-        for entry_id, s in met.items():
+    for one in met:
+        for entry_id, s in one.items():
             merge(seen[entry_id], s)
     patterns_ran = any(x.lane == "patterns" for c in found for x in c.lanes)
-    reference = [
-        campaign.ledger_use(e, seen[e.id], patterns_ran=patterns_ran)
+    return [
+        campaign.ledger_use(e, seen[e.id], patterns_ran=patterns_ran, whole=whole)
         for e in options.entries
         if e.against == "oracle"
-        and e.applies(pair.name, "stock", options.target.device, options.versions)
+        and e.applies(options.pair.name, "stock", options.target.device, options.versions)
     ]
-    verdict, code = judge(found, asked, reference)
-    made_evidence = evidence.EquivEvidence(
-        verdict=verdict,
-        exit_code=int(code),
-        pair=pair.name,
-        profile=options.profile.name,
-        device=options.target.device,
-        seed=options.seed,
-        lanes=list(options.lanes),
-        candidates=found,
-        reference_ledger=reference,
-        not_covered=not_covered(found, options),
-        distribution=distribution(options),
-        environment=environment.collect(options.target.device, request.library),
-        started=started.isoformat(timespec="seconds"),
-        seconds=round(time.monotonic() - start, 3),
-        command=request.command,
-    )
-    write(request.out, made_evidence)
-    return made_evidence
 
 
 def write(folder: Path, made: evidence.EquivEvidence) -> None:

@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from equiv.profiles import profile_of
 from equiv.result import EQUAL
 from equiv.run import check_library, find_device, target_of
 from equiv.sanitized import BEGIN, CANT_RUN, END, UNAVAILABLE
+from equiv.stopping import Stop
 from equiv.worker import spec_of
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
@@ -300,7 +300,7 @@ def run(asked: Asked, progress: Callable[[str], None] = lambda _: None) -> Sanit
         or tuple(n for n, c in pair.candidates.items() if n != CONTROL and "cuda" in c.devices)
     )
     jobs = [(n, t) for n in (CONTROL, *names) for t in tools]
-    reports = parallel.each(jobs, one, at_once=at_once, stop=threading.Event())
+    reports = parallel.each(jobs, one, at_once=at_once, stop=Stop())
     noisy = {r.tool: r for r in reports if r.candidate == CONTROL and r.state != "passed"}
     reports = [
         r
@@ -315,7 +315,7 @@ def run(asked: Asked, progress: Callable[[str], None] = lambda _: None) -> Sanit
             planted,
             lambda f: planted_row(pair, f, device, cases, noisy, progress),
             at_once=at_once,
-            stop=threading.Event(),
+            stop=Stop(),
         )
     lines = [f"{r.candidate}, {r.tool}: {r.reason}" for r in reports if r.state == "not covered"]
     lines += [f"{r.id}: {r.detail}" for r in rows if r.outcome == "not covered"]

@@ -8,6 +8,69 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals by which a person, a batch system or a lost connection ends a command."""
+
+
+class Stopped(BaseException):
+    """The run is being stopped: no error, so nobody takes it for a kernel's, hypothesis neither."""
+
+
+class Stop:
+    """Whether a run is being stopped, and why: set by a signal, or by whoever shares it.
+
+    A signal sets it and raises nothing: whoever runs a case looks at it, and what was found so far
+    is written in peace. It takes no lock, as a handler may run at any place.
+    """
+
+    def __init__(self) -> None:
+        self.reason = "stopped, as another campaign was"
+        self.signal = ""
+        self._set = False
+
+    def set(self) -> None:
+        """Stop the run."""
+        self._set = True
+
+    def is_set(self) -> bool:
+        """Whether the run is being stopped."""
+        return self._set
+
+    def check(self) -> None:
+        """Raise ``Stopped`` where the run is being stopped."""
+        if self._set:
+            raise Stopped(self.reason)
+
+    @contextlib.contextmanager
+    def on(self, *numbers: signal.Signals) -> Iterator[None]:
+        """Let these signals stop the run, the first one by its name; the next change nothing.
+
+        What is ignored stays so (``nohup``). In a thread other than the main one nothing changes.
+        """
+
+        def stop(number: int, _frame: FrameType | None) -> None:
+            if not self._set:
+                self.signal = signal.Signals(number).name
+                self.reason = f"stopped by {self.signal}"
+                self._set = True
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heard = [n for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+        previous = {number: signal.signal(number, stop) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def ignore(*numbers: signal.Signals) -> None:
+    """Ignore these signals from now on: for a command that ends already, and says how."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
 
 @contextlib.contextmanager
 def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:

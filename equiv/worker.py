@@ -13,6 +13,7 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from equiv import apart
 from equiv.errors import BytegateError, DoesNotFit, UsageError
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class ProofRequest:
 
 def main(pipe: Connection, spec: WorkerSpec) -> None:
     """Serve cases until the pipe closes."""
+    apart.stay()
     os.environ.update(dict(spec.environment))
     with open(spec.log, "ab", buffering=0) as log:  # noqa: PTH123 - a file descriptor is needed
         os.dup2(log.fileno(), 1)

@@ -19,8 +19,9 @@ from equiv.errors import ExitCode, NotCovered, UsageError
 from equiv.loop import campaign, case, isolate, lanes
 from equiv.loop.confirm import confirm
 from equiv.loop.result import FINDINGS
+from equiv.partial import UNFINISHED
 from equiv.profiles import default_name, profile_of, seed_of
-from equiv.stopping import as_interrupt
+from equiv.stopping import ENDING, Stop, as_interrupt
 
 
 class LoopUnavailable(NotCovered):
@@ -156,8 +157,13 @@ def load_pack(name: str, device: str) -> tuple[Callable[..., Any], bool]:
 def run_loop(
     request: LoopRequest,
     progress: campaign.Progress = campaign.silent,
+    stop: Stop | None = None,
 ) -> evidence.LoopEvidence:
     """Run the loop layer, and write ``loop.json`` and ``loop.xml`` to ``request.out``.
+
+    They are written when the run begins and whenever a lane ends, with the others as not covered:
+    a run that is killed leaves that. SIGINT, SIGTERM and SIGHUP end the run in the same way, and
+    ``stop`` has the name of the signal then.
 
     Raises
     ------
@@ -192,39 +198,65 @@ def run_loop(
         any_dims=any_dims,
         share_gpu=request.share_gpu,
     )
-    with as_interrupt(signal.SIGTERM, signal.SIGHUP):
-        done, worst = _run_lanes(options, progress)
-        done = confirm(done, options)
     from kvroute.untouched import inspect_worker
 
-    untouched = inspect_worker().to_json()
-    verdict, code = judge(done, untouched, request.patches)
-    made = evidence.LoopEvidence(
-        verdict=verdict,
-        exit_code=int(code),
-        pack=request.pack,
-        pack_sha256=source_sha256(request.pack),
-        patches=list(request.patches),
-        profile=profile.name,
-        device=device,
-        seed=options.seed,
-        lanes=done,
-        untouched=untouched,
-        stand_ins=stand_ins,
-        worst_share=worst,
-        not_covered=not_covered(done, device),
-        distribution=DISTRIBUTION,
-        environment=environment.collect(device, None),
-        started=started.isoformat(timespec="seconds"),
-        seconds=round(time.monotonic() - start, 3),
-        command=request.command,
-        share_gpu=_shared(options),
-    )
-    from equiv import junit
+    ended: dict[str, evidence.Lane] = {}
+    worst = 0.0
 
-    evidence.write(request.out / "loop.json", made)
-    evidence.write_text(request.out / "loop.xml", junit.of_loop(made))
-    return made
+    def write(unfinished: str = "", here: dict[str, Any] | None = None) -> evidence.LoopEvidence:
+        untouched = inspect_worker().to_json()
+        done = [
+            ended.get(x) or campaign.lane_of(x, time.monotonic(), missing=[unfinished])
+            for x in options.lanes
+            if unfinished or x in ended
+        ]
+        verdict, code = judge(done, untouched, request.patches)
+        made = evidence.LoopEvidence(
+            verdict=verdict,
+            exit_code=int(code),
+            pack=request.pack,
+            pack_sha256=source_sha256(request.pack),
+            patches=list(request.patches),
+            profile=profile.name,
+            device=device,
+            seed=options.seed,
+            lanes=done,
+            untouched=untouched,
+            stand_ins=stand_ins,
+            worst_share=worst,
+            not_covered=not_covered(done, device),
+            distribution=DISTRIBUTION,
+            environment=here or environment.collect(device, None),
+            started=started.isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - start, 3),
+            command=request.command,
+            share_gpu=_shared(options),
+        )
+        from equiv import junit
+
+        evidence.write(request.out / "loop.json", made)
+        evidence.write_text(request.out / "loop.xml", junit.of_loop(made))
+        return made
+
+    def keep(lane: evidence.Lane, share: float) -> None:
+        nonlocal worst
+        ended[lane.lane] = lane
+        worst = max(worst, share)
+        write(UNFINISHED, at_first)
+
+    # Asking a GPU what it is would start CUDA, and a process that has it isn't forked.
+    at_first = environment.collect("cpu", None) | {"device": {"name": device}}
+    write(UNFINISHED, at_first)
+    try:
+        with as_interrupt(signal.SIGTERM, signal.SIGHUP):
+            done, worst = _run_lanes(options, progress, keep)
+            ended = {x.lane: x for x in confirm(done, options)}
+    except KeyboardInterrupt as e:
+        stop = stop or Stop()
+        stop.signal = str(e) or signal.SIGINT.name
+        with Stop().on(*ENDING):  # a second signal doesn't keep it from being written
+            return write(f"stopped by {stop.signal}")
+    return write()
 
 
 def _check_device(names: Sequence[str], device: str) -> None:
@@ -259,15 +291,20 @@ def _devices(device: str) -> int:
 
 
 def _run_lanes(
-    options: campaign.Options, progress: campaign.Progress
+    options: campaign.Options,
+    progress: campaign.Progress,
+    keep: Callable[[evidence.Lane, float], None],
 ) -> tuple[list[evidence.Lane], float]:
     """Run the lanes: those that start no processes of their own in one that may be lost."""
     served = tuple(lane for lane in options.lanes if lane not in lanes.APART)
     others = tuple(lane for lane in options.lanes if lane in lanes.APART)
-    done, worst = isolate.run_lanes(replace(options, lanes=served), progress)
-    more, worst_apart = campaign.run_lanes(replace(options, lanes=others), progress)
-    by_name = {lane.lane: lane for lane in (*done, *more)}
-    return [by_name[name] for name in options.lanes if name in by_name], max(worst, worst_apart)
+    done, worst = isolate.run_lanes(replace(options, lanes=served), progress, keep)
+    for name in others:
+        more, share = campaign.run_lanes(replace(options, lanes=(name,)), progress)
+        done, worst = [*done, *more], max(worst, share)
+        keep(more[0], share)
+    by_name = {lane.lane: lane for lane in done}
+    return [by_name[name] for name in options.lanes if name in by_name], worst
 
 
 def default_lanes(device: str, devices: int = 0, *, share: bool = False) -> tuple[str, ...]:

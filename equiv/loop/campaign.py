@@ -21,6 +21,7 @@ from equiv.loop import lanes, shrink
 from equiv.loop.case import LoopCase
 from equiv.loop.result import EQUAL, REFUSED, Result
 from equiv.loop.run import run
+from equiv.pace import Pace
 from equiv.profiles import Profile, settings_of
 
 MAX_SIGNATURES = 4
@@ -88,6 +89,7 @@ class LaneRun:
         self.occurrences: Counter[tuple[str, str]] = Counter()
         self.missing: list[str] = []
         self.start = time.monotonic()
+        self.pace = Pace()
         default = plan.draws.get(options.profile.name, 0)
         asked = default if options.draws is None else options.draws
         self.draws = 0 if plan.drawn is None else asked
@@ -135,7 +137,7 @@ class LaneRun:
         elif result.input_hash:
             self._sample(case, result)
         done = self.enumerated + self.drawn
-        if done % 16 == 0:
+        if self.pace.due(done, -1):
             total = len(self.plan.explicit) + self.draws
             self.progress(self.options.name, self.plan.lane, done, max(total, done))
         return result

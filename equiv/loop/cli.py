@@ -12,6 +12,7 @@ from equiv.command import nothing_before
 from equiv.loop.lanes import LANES
 from equiv.profiles import PROFILES
 from equiv.progress import Progress
+from equiv.stopping import ENDING, Stop, ignore
 
 loop_app = typer.Typer(
     rich_markup_mode=None,
@@ -55,7 +56,7 @@ def loop(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
     if context.invoked_subcommand is not None:
         nothing_before(context)
         return
-    from equiv.command import command_line
+    from equiv.command import command_line, say_stopped
     from equiv.loop.api import LoopRequest, run_loop
     from equiv.loop.report import show_loop
 
@@ -70,9 +71,14 @@ def loop(  # noqa: PLR0913, PLR0917 - an option is an argument with a default
         out=out,
         command=command_line(),
     )
+    stop = Stop()
     with Progress() as progress:
-        made = run_loop(request, progress)
+        made = run_loop(request, progress, stop)
+        if stop.signal:
+            ignore(*ENDING)
     show_loop(made, out / "loop.json")
+    if stop.signal:
+        say_stopped(stop.signal, out / "loop.json")
     raise typer.Exit(made.exit_code)
 
 

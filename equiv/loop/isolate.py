@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from equiv import evidence
+from equiv import apart, evidence
 from equiv.errors import BytegateError
 from equiv.loop import campaign
 from equiv.loop.campaign import Options
@@ -32,14 +32,19 @@ FRESH_S = 300.0
 
 
 def run_lanes(
-    options: Options, progress: campaign.Progress = campaign.silent
+    options: Options,
+    progress: campaign.Progress = campaign.silent,
+    keep: Callable[[evidence.Lane, float], None] = lambda *_: None,
 ) -> tuple[list[evidence.Lane], float]:
-    """Run served lanes like ``campaign.run_lanes``, but in another process."""
+    """Run served lanes like ``campaign.run_lanes``, but in another process.
+
+    ``keep`` is given each lane when it ends, and the largest share of its bound.
+    """
     left = list(options.lanes)
     done: list[evidence.Lane] = []
     worst = 0.0
     while left:
-        child = _Child(dataclasses.replace(options, lanes=tuple(left)), progress)
+        child = _Child(dataclasses.replace(options, lanes=tuple(left)), progress, keep)
         try:
             found, worst_here = child.wait(left)
         finally:
@@ -83,8 +88,14 @@ def death(code: int | None) -> str:
 class _Child:
     """A process that runs lanes, and what it said last."""
 
-    def __init__(self, options: Options, progress: campaign.Progress) -> None:
+    def __init__(
+        self,
+        options: Options,
+        progress: campaign.Progress,
+        keep: Callable[[evidence.Lane, float], None],
+    ) -> None:
         self.options = options
+        self.keep = keep
         self.progress = progress
         self.start = time.monotonic()
         self.at = ""
@@ -130,6 +141,7 @@ class _Child:
             elif kind == "lane":
                 lane, share = value
                 found.append(lane)
+                self.keep(lane, share)
                 worst = max(worst, share)
                 self.at, self.cases, self.start = "", 0, time.monotonic()
                 if self.options.first_only and lane.findings:
@@ -181,6 +193,7 @@ def _nothing(*_: Any) -> Any:
 
 def _work(end: Connection, options: Options, forked: bool) -> None:  # noqa: FBT001 - by position
     """Run lanes; say every case before it runs, and each lane when it is done."""
+    apart.stay()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process

@@ -16,6 +16,7 @@ from equiv.cli import app, run_app
 from equiv.errors import ExitCode, worst
 from equiv.loop import api
 from equiv.loop import report as loop_report
+from equiv.stopping import Stop
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -37,7 +38,7 @@ def said(
     def with_codes(pair: int, loop: int | Exception) -> Said:
         words = {0: "PASS", 1: "FAIL", 4: "NOT COVERED"}
 
-        def run_loop(request: Any, _: object) -> Any:
+        def run_loop(request: Any, *_: object) -> Any:
             assert request.out == tmp_path
             if isinstance(loop, Exception):
                 raise loop
@@ -132,3 +133,23 @@ def test_a_loop_run_is_shown_again_from_its_file(
     (tmp_path / "loop.json").write_text(json.dumps(text), encoding="utf-8")
     assert run_app(app, words, "bytegate") == ExitCode.USAGE
     assert "contradicts itself" in capsys.readouterr().err
+
+
+def test_a_pair_s_run_that_was_stopped_has_no_loop_after_it(
+    said: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = said(0, AssertionError("the loop ran"))
+
+    def stopped(request: Any, _: object, stop: Stop) -> Any:
+        assert request.replaces == ("loop.json", "loop.xml")
+        stop.signal = "SIGTERM"
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr(run, "run", stopped)
+    monkeypatch.setattr(cli, "ignore", lambda *_: None)
+    code, out, err = call("--loop")
+    assert (code, out.strip()) == (
+        4,
+        "NOT COVERED  the loop layer wasn't begun: stopped by SIGTERM",
+    )
+    assert err.startswith("bytegate: stopped by SIGTERM; what ran until then is in ")

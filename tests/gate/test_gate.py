@@ -34,7 +34,7 @@ from evidence_tree import (
     use,
 )
 
-from equiv import evidence
+from equiv import evidence, partial
 from equiv.gate import block, collect, facts, record
 from equiv.perf import record as perf
 from equiv.result import FINDINGS
@@ -67,6 +67,19 @@ def cell(tree: Path, layer: str, device: str = "cpu") -> Any:
 
 
 # -- each layer, and each kind of failure --------------------------------------------------
+
+
+def test_a_kernel_run_that_was_killed_is_no_pass(tree: Path) -> None:
+    left = [partial.lane(x, partial.UNFINISHED) for x in KERNEL_LANES[1:]]
+    killed = candidate(OWN, state="not covered", lanes=[lane(KERNEL_LANES[0]), *left])
+    other = partial.candidate("inductor", KERNEL_LANES, partial.UNFINISHED)
+    for folder, device in (("cpu", "cpu"), ("gpu", "cuda:0")):
+        made = equiv(device, verdict="NOT COVERED", exit_code=4, candidates=[other, killed])
+        put(tree, made, folder, "equiv")
+    done = gate(tree)
+    assert done.code == 4
+    assert cell(tree, "kernel")["state"] == "not covered"
+    assert f"inductor, lane {KERNEL_LANES[1]}: {partial.UNFINISHED}" in json.dumps(made_of(tree))
 
 
 @pytest.mark.parametrize("kind", FINDINGS)

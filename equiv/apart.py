@@ -1,0 +1,27 @@
+"""Keep a worker out of the way of signals that are meant for its command, and end it with it.
+
+Ctrl-C on a terminal, and ``timeout``, signal a whole process group; a worker that died of that
+would look like a kernel that crashed. A command that is killed can stop no worker itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+
+
+def stay() -> None:
+    """Leave the command's process group, and end this process when the command has ended."""
+    command = multiprocessing.parent_process()
+    if command is None:
+        return
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+
+    def end_with_it() -> None:
+        command.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, daemon=True).start()

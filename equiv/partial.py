@@ -1,0 +1,93 @@
+"""What a run has so far: written when it begins, and whenever a lane ends or finds something.
+
+So a run that is killed leaves its finished lanes, and never the PASS of an earlier run. Whatever
+isn't finished is a lane that is not covered, by name: such evidence can't pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from equiv import evidence
+from equiv.ledger import Seen
+
+UNFINISHED = "not finished when this was written: its run went on then, or was killed"
+
+Found = Mapping[str, tuple[evidence.Candidate, Mapping[str, Seen]]]
+"""What there is of each candidate, by its name: its evidence, and the ledger entries met."""
+
+Keep = Callable[[evidence.Candidate, Mapping[str, Seen]], None]
+"""Takes what there is of one candidate so far."""
+
+
+def forget(candidate: evidence.Candidate, seen: Mapping[str, Seen]) -> None:
+    """Keep nothing of a campaign that goes on."""
+    del candidate, seen
+
+
+def lane(name: str, why: str) -> evidence.Lane:
+    """Return the evidence of a lane that wasn't begun, or of which nothing is known yet."""
+    return evidence.Lane(
+        lane=name,
+        state="not covered",
+        cases=0,
+        enumerated=0,
+        drawn=0,
+        equal=0,
+        refused=0,
+        declared=0,
+        undefined=0,
+        oracle_checked=0,
+        guarded=0,
+        bytes_compared=0,
+        seconds=0.0,
+        kinds={},
+        least={},
+        ranges={},
+        median_rows=0,
+        layouts_differ={},
+        missing=[why],
+        left_out=[],
+        bound=None,
+        findings=[],
+        samples=[],
+    )
+
+
+def candidate(name: str, lanes: Sequence[str], why: str) -> evidence.Candidate:
+    """Return the evidence of a candidate of which no lane is known yet."""
+    left = [lane(x, why) for x in lanes]
+    return evidence.Candidate(name, "not covered", why, "", {}, left, [], 0, 0)
+
+
+class SoFar:
+    """What a run has of its candidates; campaigns in several threads may add to it.
+
+    Parameters
+    ----------
+    names, lanes : of the candidates that were asked for.
+    save : writes what there is; is never called twice at once.
+
+    """
+
+    def __init__(
+        self, names: Sequence[str], lanes: Sequence[str], save: Callable[[Found], None]
+    ) -> None:
+        self._found: dict[str, tuple[evidence.Candidate, Mapping[str, Seen]]] = {
+            name: (candidate(name, lanes, UNFINISHED), {}) for name in names
+        }
+        self._save = save
+        self._lock = threading.Lock()
+
+    def keep(self, made: evidence.Candidate, seen: Mapping[str, Seen]) -> None:
+        """Add what there is of one candidate, in place of what there was, and write it."""
+        with self._lock:
+            self._found[made.name] = (made, copy.deepcopy(dict(seen)))
+            self._save(self._found)
+
+    def write(self) -> None:
+        """Write what there is."""
+        with self._lock:
+            self._save(self._found)

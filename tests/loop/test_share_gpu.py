@@ -136,7 +136,7 @@ def test_a_finding_s_command_carries_the_flag_only_beside_the_lane_that_takes_it
     )
     asked: list[Any] = []
 
-    def ask(request: api.LoopRequest, _: Any) -> None:
+    def ask(request: api.LoopRequest, *_: Any) -> None:
         asked.append(request)
         raise UsageError("enough")
 

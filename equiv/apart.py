@@ -7,8 +7,10 @@ would look like a kernel that crashed. A command that is killed can stop no work
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
+import signal
 import threading
 
 
@@ -19,6 +21,11 @@ def stay() -> None:
         return
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
+    with contextlib.suppress(OSError, AttributeError):  # Linux: whoever holds the lock
+        fcntl.fcntl(command.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(command.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(command.sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(command.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
 
     def end_with_it() -> None:
         command.join()

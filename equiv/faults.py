@@ -21,7 +21,7 @@ from equiv.case import parse
 from equiv.errors import DoesNotFit, ExitCode, UsageError
 from equiv.lanes import LANES
 from equiv.pairs import load_pair
-from equiv.partial import UNFINISHED
+from equiv.partial import UNFINISHED, Earlier
 from equiv.pool import Worker
 from equiv.profiles import profile_of, seed_of
 from equiv.run import find_device, target_of
@@ -134,6 +134,7 @@ def run_faults(
             write(NO_ALARMS, UNFINISHED)
 
     with options.stop.on(*ENDING):
+        Earlier(request.out, "faults.json", "faults.xml")
         write(NO_ALARMS, UNFINISHED)
         parallel.each(wanted, one, at_once=at_once, stop=options.stop)
         alarms = false_alarms(options, cases, wanted, progress)

@@ -42,6 +42,8 @@ LOSS = {"crash": 1, "hang": 14}
 SAMPLES = 12
 """Cases recorded with their hashes, for each lane."""
 
+NO_ROOM = "alone it couldn't be run again: the device had no room for it"
+
 NOT_FIRST = "not asked: it is asked of a case's first difference alone"
 """Instead of the oracle's word on another category of difference in the same case."""
 
@@ -124,6 +126,7 @@ class LaneRun:
         self.missing: list[str] = []
         self.start = time.monotonic()
         self.pace = Pace()
+        self.cut = False
         self.note: Callable[[LaneRun], None] = lambda _: None
         self.lost: Counter[str] = Counter()
         draws = options.profile.draws.get(plan.lane, 0)
@@ -198,7 +201,7 @@ class LaneRun:
         except _Stop as stop:
             self.missing.append(str(stop))
         except Stopped as stop:
-            cases = self.enumerated + self.drawn
+            cases, self.cut = self.enumerated + self.drawn, True
             self.missing.append(f"{stop} after {cases:,} of {max(cases, self.total):,} cases")
         return self.report()
 
@@ -359,8 +362,7 @@ class LaneRun:
         detail = d.sentence() if d else told.detail
         if self.options.shrink and not self.costly(result):
             try:
-                self.worker.restart()
-                detail += "" if fails(smallest) else f"; {NOT_ALONE}"
+                detail += self._alone(smallest, signature)
             except Stopped as stop:
                 stopped = str(stop)
         self.findings.append(
@@ -381,6 +383,14 @@ class LaneRun:
         )
         self.note(self)
 
+    def _alone(self, case: Case, signature: tuple[str, str]) -> str:
+        """Say how a case ends that is the first of a fresh process; empty where it fails again."""
+        self.worker.restart()
+        again = self.rerun(case)
+        if again.status == UNDEFINED:
+            return f"; {NO_ROOM}"
+        return "" if again.failed and signature in again.signatures else f"; {NOT_ALONE}"
+
     def _not_shrunk(self, result: Result, smallest: Case, set_elements: int | None) -> str:
         """Say why a finding's case is no smaller; empty where it is zeros but for some elements."""
         if not self.options.shrink:
@@ -398,7 +408,7 @@ class LaneRun:
         cases = self.enumerated + self.drawn
         missing = [*self.missing, *([unfinished] if unfinished else [])]
         for kind, least in self.plan.least.items():
-            if self.kinds[kind] < least:
+            if self.kinds[kind] < least and not self.cut and not unfinished:
                 missing.append(f"{kind}: {self.kinds[kind]} of {least}")
         state = "failed" if findings else "not covered" if missing or not cases else "passed"
         clean = self.drawn and not findings

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from equiv import evidence
+from equiv.files import write_whole
 from equiv.ledger import Seen
 
 UNFINISHED = "not finished when this was written: its run went on then, or was killed"
@@ -62,6 +64,27 @@ def candidate(name: str, lanes: Sequence[str], why: str) -> evidence.Candidate:
     return evidence.Candidate(name, "not covered", why, "", {}, left, [], 0, 0)
 
 
+class Earlier:
+    """An earlier run's files, gone from their folder before anything is written in their place.
+
+    So none of them stays where a run is killed while it loads, or finds the disk full.
+    """
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        paths = [folder / name for name in names]
+        self._files = {p: p.read_bytes() for p in paths if p.is_file()}
+        self._paths = paths
+        for path in self._files:
+            path.unlink()
+
+    def put_back(self) -> None:
+        """Put them back, for a run that turned out to be bad usage before anything ran."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        for path, data in self._files.items():
+            write_whole(path, data)
+
+
 class SoFar:
     """What a run has of its candidates; campaigns in several threads may add to it.
 
@@ -69,6 +92,10 @@ class SoFar:
     ----------
     names, lanes : of the candidates that were asked for.
     save : writes what there is; is never called twice at once.
+
+    Attributes
+    ----------
+    began : whether a candidate was loaded.
 
     """
 
@@ -80,10 +107,12 @@ class SoFar:
         }
         self._save = save
         self._lock = threading.Lock()
+        self.began = False
 
     def keep(self, made: evidence.Candidate, seen: Mapping[str, Seen]) -> None:
         """Add what there is of one candidate, in place of what there was, and write it."""
         with self._lock:
+            self.began = True
             self._found[made.name] = (made, copy.deepcopy(dict(seen)))
             self._save(self._found)
 

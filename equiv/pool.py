@@ -41,6 +41,9 @@ SLOWEST_ROWS_PER_S = 20_000.0
 """A candidate slower than this on a large case is reported as hanging."""
 
 
+TOGETHER_S = 0.1
+"""Seconds that a signal to a worker may reach it before it reaches the command."""
+
 SLICE_S = 0.2
 """Seconds of waiting after which a worker looks whether the run is being stopped."""
 
@@ -113,9 +116,15 @@ class Worker:
         context.set_forkserver_preload(list(worker.PRELOAD))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=worker.main, args=(theirs, self.spec), daemon=True)
-        with _STARTING, _without_main():
-            self._process.start()
-        theirs.close()
+        try:
+            with _STARTING, _without_main():
+                self._process.start()
+        except (EOFError, OSError) as e:  # of the fork server, which a signal may have ended
+            self._process = None
+            self._ended()
+            raise WorkerError(f"no worker can be started: {type(e).__name__}: {e}") from e
+        finally:
+            theirs.close()
         self._warm = set()
         if not self._answer(START_S) and not self._answer(stretched(START_S) - START_S):
             self._kill()
@@ -127,7 +136,7 @@ class Worker:
             hello = self._pipe.recv()
         except EOFError:
             self._process.join(5)
-            self._go_on()
+            self._ended()
             where = self._trace()[0] or f"look at {self.log}"
             raise UsageError(
                 f"candidate {self.spec.candidate!r} ended its process while it was loaded "
@@ -168,7 +177,7 @@ class Worker:
                 result = Result("hang", f"no result within {limit + extra:.0f} s")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join(5)
-            self._go_on()
+            self._ended()
             detail, where = self._trace()
             self.toll.crashes += 1
             text = f"the process died: {self._death()}" + (f"; {detail}" if detail else "")
@@ -203,6 +212,7 @@ class Worker:
             self.toll.hangs += 1
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join(5)
+            self._ended()
             self.toll.crashes += 1
         self._kill()
         return {"error": "the worker died or hung while it was profiled", "candidate_ok": None}
@@ -226,6 +236,15 @@ class Worker:
         if self.stop.is_set():
             self._kill()
             self.stop.check()
+
+    def _ended(self) -> None:
+        """Tell a process that ended by itself from one that was ended with the run: ``Stopped``.
+
+        A signal to both may reach the process first.
+        """
+        for _ in range(10):
+            self._go_on()
+            time.sleep(TOGETHER_S / 10)
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Raise what a case ended in instead of a result."""

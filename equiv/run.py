@@ -255,22 +255,26 @@ def run(
 
     def save(found: partial.Found) -> None:
         write(request.out, made_of(found, whole=False))
-        for name in request.replaces:
-            (request.out / name).unlink(missing_ok=True)
 
     so_far = partial.SoFar(names, options.lanes, save)
     with options.stop.on(*ENDING):
-        if len(names) > 1:
-            try_loading(pair, options, filter(candidates.is_own, names))
-            so_far.write()
-        done = parallel.each(
-            names,
-            lambda name: campaign.run_candidate(
-                name, options, progress or campaign.silent, so_far.keep
-            ),
-            at_once=parallel.at_once(options.target),
-            stop=options.stop,
-        )
+        earlier = partial.Earlier(request.out, "equiv.json", "equiv.xml", *request.replaces)
+        so_far.write()
+        try:
+            if len(names) > 1:
+                try_loading(pair, options, filter(candidates.is_own, names))
+            done = parallel.each(
+                names,
+                lambda name: campaign.run_candidate(
+                    name, options, progress or campaign.silent, so_far.keep
+                ),
+                at_once=parallel.at_once(options.target),
+                stop=options.stop,
+            )
+        except UsageError:
+            if not so_far.began:
+                earlier.put_back()
+            raise
         made = made_of(
             dict(zip(names, done, strict=True)),
             whole=not options.stop.is_set() or not any(x.missing for c, _ in done for x in c.lanes),

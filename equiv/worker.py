@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from equiv.pairs import OpPair
     from equiv.result import Result
 
-PRELOAD = ("torch", "torch._dynamo", "numpy", "xxhash", "equiv.execute")
+PRELOAD = ("equiv.fork_server", "torch", "torch._dynamo", "numpy", "xxhash", "equiv.execute")
 """Modules that the fork server imports once, so that a new worker starts at once."""
 
 

@@ -6,24 +6,31 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from equiv import evidence, faults, partial
+from equiv import evidence, faults, partial, pool
 from equiv.campaign import ledger_use, run_candidate
+from equiv.errors import WorkerError
 from equiv.evidence import Candidate, EquivEvidence
 from equiv.lane_run import Options
 from equiv.lanes import Target
 from equiv.ledger import Seen, load
 from equiv.pace import EACH, SECONDS, Pace
 from equiv.pairs import OpPair
+from equiv.pool import Worker
 from equiv.profiles import PROFILES
-from equiv.stopping import Stop
+from equiv.run import Request
+from equiv.run import run as run_equiv
+from equiv.stopping import Stop, Stopped
+from equiv.worker import spec_of
 
 ROOT = Path(__file__).parents[2]
 SLOW = Path(__file__).with_name("slow_kernels.py")
@@ -93,6 +100,13 @@ def left(folder: Path) -> EquivEvidence:
     assert sorted(p.name for p in out.iterdir()) == ["equiv.json", "equiv.xml"]
     made: EquivEvidence = evidence.read(out / "equiv.json")
     return made
+
+
+def group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def lanes_of(made: Candidate) -> list[tuple[str, str]]:
@@ -166,6 +180,91 @@ def test_a_killed_run_takes_an_earlier_pass_with_it(start: Start, folder: Path) 
     assert 'errors="2"' in (folder / "out" / "equiv" / "equiv.xml").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("names", [("slow",), ("slow", "slow_and_wrong")])
+def test_so_does_one_that_is_killed_while_it_loads(
+    start: Start, folder: Path, names: tuple[str, ...]
+) -> None:
+    out = folder / "out" / "equiv"
+    out.mkdir(parents=True)
+    for name in ("equiv.json", "equiv.xml"):
+        (out / name).write_text("an earlier PASS", encoding="utf-8")
+    run = start(*names, slow_from=0)
+    worker = slow_worker(folder)
+    run.kill()
+    run.communicate()
+    made = left(folder)
+    assert (made.verdict, len(made.candidates)) == ("NOT COVERED", len(names))
+    assert "errors" in (out / "equiv.xml").read_text(encoding="utf-8")
+    wait(lambda: not alive(worker))
+
+
+def test_no_earlier_pass_stays_where_nothing_can_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "equiv.json").write_text("an earlier PASS", encoding="utf-8")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(evidence, "write", full)
+    request = Request(candidates=(f"{SLOW}:slow",), lanes=LANES, device="cpu", out=folder)
+    with pytest.raises(OSError, match="No space"):
+        run_equiv(request)
+    assert not (folder / "equiv.json").exists()
+
+
+def test_a_worker_that_holds_the_interpreter_s_lock_ends_with_its_command(
+    start: Start, folder: Path
+) -> None:
+    run = start("slow_with_the_lock", slow_from=IN_THE_FIRST)
+    worker = slow_worker(folder)
+    run.kill()
+    run.communicate()
+    wait(lambda: not alive(worker))
+
+
+def test_a_worker_that_is_ended_beside_its_command_in_a_proof_fails_nothing(
+    start: Start, folder: Path
+) -> None:
+    run = start(slow_from=1)
+    os.kill(slow_worker(folder), signal.SIGTERM)
+    time.sleep(0.02)
+    run.terminate()
+    _, error = run.communicate(timeout=LIMIT_S)
+    made = left(folder)
+    assert (run.returncode, made.verdict) == (4, "NOT COVERED"), error
+    assert "stopped by SIGTERM" in error
+
+
+def test_the_fork_server_is_not_in_its_command_s_group(start: Start, folder: Path) -> None:
+    run = start(slow_from=IN_THE_FIRST)
+    slow_worker(folder)
+    beside = [
+        words
+        for p in psutil.process_iter(["pid"])
+        if p.pid != run.pid and group_of(p.pid) == run.pid and (words := " ".join(p.cmdline()))
+    ]
+    assert not any("forkserver" in words for words in beside)
+    assert any("forkserver" in " ".join(p.cmdline()) for p in psutil.Process(run.pid).children())
+
+
+def test_a_start_that_fails_with_the_run_s_end_is_that_end(
+    pair: OpPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(pool.multiprocessing.get_context("forkserver").Process, "start", fails)
+    stop = Stop()
+    worker = Worker(pair, spec_of(pair, "stock", "cpu"), stop)
+    with pytest.raises(WorkerError, match="no worker can be started: EOFError"):
+        worker.start()
+    threading.Timer(0.02, stop.set).start()
+    with pytest.raises(Stopped):
+        worker.start()
+    worker.close()
+
+
 def test_a_finding_before_the_end_decides(start: Start, folder: Path) -> None:
     run = start("slow_and_wrong", slow_from=IN_THE_FIRST)  # while the first finding is shrunk
     slow_worker(folder)
@@ -231,17 +330,18 @@ def test_what_there_is_is_kept_as_lanes_end_and_find(
     assert all(c.state != "passed" for c in kept[:-1])
 
 
+@pytest.mark.parametrize("cases", [16, 32])
 def test_draws_that_are_stopped_count_as_far_as_they_went(
-    options: Options, bad: Callable[[str], str]
+    cases: int, options: Options, bad: Callable[[str], str]
 ) -> None:
     def progress(_candidate: str, lane: str, done: int, _total: int) -> None:
-        if lane == "modes" and done >= 32:
+        if lane == "modes" and done >= cases:
             options.stop.set()
 
     made, _ = run_candidate(bad("clean"), options, progress)
     first, second = made.lanes
-    assert (first.cases, first.drawn, first.state) == (32, 16, "not covered")
-    assert first.missing[0] == "stopped, as another campaign was after 32 of 56 cases"
+    assert (first.cases, first.drawn, first.state) == (cases, cases - 16, "not covered")
+    assert first.missing == [f"stopped, as another campaign was after {cases} of 56 cases"]
     assert (second.cases, second.state) == (0, "not covered")
     assert made.state == "not covered"
 

@@ -156,10 +156,8 @@ class _Child:
             self.options.stop.check()
             try:
                 if not self._says(limit) and not self._says(stretched(limit) - limit):
-                    seconds = stretched(limit)
-                    found.append(
-                        self._lost(lanes[len(found)], "hang", f"no sign in {seconds:.0f} s")
-                    )
+                    why = f"no sign in {stretched(limit):.0f} s"
+                    found.append(self._lost(lanes[len(found)], "hang", why))
                     return found, worst
                 kind, value = self.end.recv()
             except (EOFError, ConnectionResetError):
@@ -193,6 +191,7 @@ class _Child:
         return True
 
     def _lost(self, lane: str, kind: str, detail: str) -> evidence.Lane:
+        """Return a lane that ended with its process, and keep it."""
         repro = campaign.campaign_command(self.options, (lane,))
         if self.at:
             repro = campaign.repro_command(parse(self.at), self.options.patches)
@@ -203,7 +202,7 @@ class _Child:
         finding = campaign.finding_of(
             lane, kind, case=at, repro=repro, after_cases=cases, detail=detail
         )
-        return campaign.lane_of(
+        lost = campaign.lane_of(
             lane,
             self.start,
             cases=cases,
@@ -214,6 +213,8 @@ class _Child:
             left_out=["what comes after the case that took the process with it"],
             findings=[finding],
         )
+        self.keep(lost, 0.0)
+        return lost
 
     def stop(self) -> None:
         """End the process."""

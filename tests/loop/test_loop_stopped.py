@@ -105,3 +105,28 @@ def test_a_process_that_ends_with_its_run_is_no_crash() -> None:
     with pytest.raises(Stopped):
         isolate.told(-signal.SIGSEGV, stop)
     isolate.told(-signal.SIGTERM, Stop())  # somebody ended the process alone
+
+
+def _dies(*_: object) -> None:
+    os._exit(7)
+
+
+def test_a_lane_that_ended_with_its_process_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "loop.json"
+    before: list[LoopEvidence] = []
+
+    def stopped(*_: object) -> None:
+        before.append(evidence.read(file, LoopEvidence))  # what a kill would leave here
+        raise Stopped("stopped")
+
+    monkeypatch.setattr(api, "load_pack", lambda *_: (_dies, True))
+    monkeypatch.setattr(api, "confirm", stopped)
+    made = api.run_loop(
+        api.LoopRequest(lanes=("strides",), out=tmp_path, device="cpu", profile="dev")
+    )
+    for one in (*before, made):
+        assert (one.verdict, one.exit_code) == ("FAIL", 1)
+        assert [x.kind for lane in one.lanes for x in lane.findings] == ["crash"]
+    assert len(before) == 1

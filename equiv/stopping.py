@@ -73,21 +73,27 @@ def ignore(*numbers: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
+def as_interrupt(*numbers: signal.Signals) -> Iterator[Stop]:
     """End on these signals as on Ctrl-C, by ``KeyboardInterrupt`` with the signal's name.
 
-    Python lets the main thread alone handle signals; in any other nothing changes.
+    Python drops what a handler raises at a fork or in a finaliser: what the block is given is set
+    then as well, for whoever waits to look at. Python lets the main thread alone handle signals; in
+    any other nothing changes.
     """
+    came = Stop()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        came.signal = signal.Signals(number).name
+        came.reason = f"stopped by {came.signal}"
+        came.set()
+        raise KeyboardInterrupt(came.signal)
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
     previous = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

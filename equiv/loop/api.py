@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from equiv.loop.confirm import confirm
 from equiv.loop.result import FINDINGS
 from equiv.partial import UNFINISHED
 from equiv.profiles import default_name, profile_of, seed_of
-from equiv.stopping import ENDING, Stop, as_interrupt
+from equiv.stopping import ENDING, Stop, Stopped
 
 
 class LoopUnavailable(NotCovered):
@@ -197,6 +196,7 @@ def run_loop(
         patches=request.patches,
         any_dims=any_dims,
         share_gpu=request.share_gpu,
+        stop=stop or Stop(),
     )
     from kvroute.untouched import inspect_worker
 
@@ -247,16 +247,14 @@ def run_loop(
     # Asking a GPU what it is would start CUDA, and a process that has it isn't forked.
     at_first = environment.collect("cpu", None) | {"device": {"name": device}}
     write(UNFINISHED, at_first)
-    try:
-        with as_interrupt(signal.SIGTERM, signal.SIGHUP):
+    with options.stop.on(*ENDING):  # a signal raises nothing, so none is lost, nor ends a write
+        try:
             done, worst = _run_lanes(options, progress, keep)
             ended = {x.lane: x for x in confirm(done, options)}
-    except KeyboardInterrupt as e:
-        stop = stop or Stop()
-        stop.signal = str(e) or signal.SIGINT.name
-        with Stop().on(*ENDING):  # a second signal doesn't keep it from being written
-            return write(f"stopped by {stop.signal}")
-    return write()
+            options.stop.check()
+        except Stopped:
+            return write(options.stop.reason)
+        return write()
 
 
 def _check_device(names: Sequence[str], device: str) -> None:

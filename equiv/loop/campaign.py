@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -23,6 +23,7 @@ from equiv.loop.result import EQUAL, REFUSED, Result
 from equiv.loop.run import run
 from equiv.pace import Pace
 from equiv.profiles import Profile, settings_of
+from equiv.stopping import Stop
 
 MAX_SIGNATURES = 4
 """Different findings after which a lane stops."""
@@ -47,6 +48,7 @@ class Options:
     share_gpu : whether ranks of the lane ``nccl`` share GPUs where there are too few.
     first_only : stop at the first finding.
     watch : is told every case before it runs, shrinking included.
+    stop : ends the run when it is set; whoever waits for a process looks at it.
 
     """
 
@@ -63,6 +65,7 @@ class Options:
     draws: int | None = None
     shrink: bool = True
     watch: Callable[[LoopCase], None] | None = None
+    stop: Stop = field(default_factory=Stop, compare=False)
 
     def run(self, case: LoopCase) -> Result:
         """Run one case."""

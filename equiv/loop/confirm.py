@@ -6,17 +6,20 @@ and not alone. Its case by itself then shows nothing, and shrinking it meant not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from equiv import evidence
 from equiv.errors import ExitCode
-from equiv.loop import lanes
+from equiv.loop import isolate, lanes
 from equiv.loop.campaign import Options, campaign_command
+from equiv.stopping import Stop
 
 NOT_ALONE = "alone in a fresh process this case is no finding: it depends on what ran before it"
 """What such a finding says of itself."""
@@ -31,6 +34,11 @@ def confirm(done: Sequence[evidence.Lane], options: Options) -> list[evidence.La
     -------
     The lanes; a finding that its case alone doesn't show has the case as it was found, says so, and
     gets the command that runs the lanes up to it again.
+
+    Raises
+    ------
+    Stopped
+        ``options.stop`` was set.
 
     """
     names = tuple(lane.lane for lane in done)
@@ -48,7 +56,7 @@ def confirm(done: Sequence[evidence.Lane], options: Options) -> list[evidence.La
 def _confirmed(
     finding: evidence.Finding, options: Options, ran: tuple[str, ...]
 ) -> evidence.Finding:
-    if repeats(finding):
+    if repeats(finding, options.stop):
         return finding
     return dataclasses.replace(
         finding,
@@ -58,19 +66,35 @@ def _confirmed(
     )
 
 
-def repeats(finding: evidence.Finding) -> bool:
-    """Whether the finding's command, run in a fresh process, ends with a finding."""
+def repeats(finding: evidence.Finding, stop: Stop) -> bool:
+    """Whether the finding's command, run in a fresh process, ends with a finding.
+
+    Raises
+    ------
+    Stopped
+        ``stop`` was set.
+
+    """
     words = shlex.split(finding.repro)[1:]
     path = os.pathsep.join(entry or "." for entry in sys.path)
     command = [sys.executable, "-c", "from equiv.cli import main; main()", *words]
+    stop.check()
+    process = subprocess.Popen(  # noqa: S603
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C is the command's alone, which ends this process
+    )
+    end = time.monotonic() + TIMEOUT_S
     try:
-        ended = subprocess.run(  # noqa: S603
-            command,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return ended.returncode == ExitCode.FAIL
+        while process.poll() is None and time.monotonic() < end:
+            stop.check()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(isolate.SLICE_S)
+        isolate.told(process.returncode, stop)
+        return process.returncode == ExitCode.FAIL
+    finally:
+        process.kill()
+        process.wait()

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,8 +25,10 @@ from typing import IO, Any
 import numpy as np
 
 from equiv import evidence
+from equiv.loop import isolate
 from equiv.loop.campaign import Options, campaign_command, finding_of, lane_of
 from equiv.patience import stretched
+from equiv.stopping import Stop
 
 GROUPS = {"dev": (2,), "gate": (2, 4), "nightly": (2, 4)}
 """Ranks of a group, by profile; the small model has four heads."""
@@ -109,7 +112,13 @@ def _name_shared_memory(group: str) -> None:
 
 
 def launch(
-    batches: int, seed: int, route: str, *, ranks: int = 2, patches: tuple[str, ...] = ()
+    batches: int,
+    seed: int,
+    route: str,
+    *,
+    ranks: int = 2,
+    patches: tuple[str, ...] = (),
+    stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
     """Run all ranks on a route, with patches as of ``bytegate loop``; return what each left.
 
@@ -117,6 +126,8 @@ def launch(
     ------
     RuntimeError
         When a rank fails or isn't done in time; with the last lines that it printed.
+    Stopped
+        ``stop`` was set.
 
     """
     from kvroute import settings
@@ -151,17 +162,11 @@ def launch(
                     env={**os.environ, **shared, **own},
                     stdout=log,
                     stderr=subprocess.STDOUT,
+                    process_group=0,  # Ctrl-C is the command's alone, which ends the ranks
                 )
                 started.append((process, log))
-            end = time.monotonic() + stretched(TIMEOUT_S)
-            while any(process.poll() is None for process, _ in started):
-                now = time.monotonic()
-                if any(process.poll() for process, _ in started):
-                    end = min(end, now + PEERS_S)  # its peers wait for it in vain
-                if now > end:
-                    break
-                time.sleep(0.05)
-        finally:  # also after Ctrl-C: a rank that waits for its peers would stay
+            _wait([process for process, _ in started], stop or Stop())
+        finally:  # also when it is stopped: a rank that waits for its peers would stay
             late = [process for process, _ in started if process.poll() is None]
             for process, sink in started:
                 process.kill()
@@ -179,6 +184,21 @@ def launch(
             raise RuntimeError(f"the ranks weren't done in {limit:.0f} s, and were killed")
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], stop: Stop) -> None:
+    """Wait until all ranks have ended, or their time has."""
+    end = time.monotonic() + stretched(TIMEOUT_S)
+    while any(rank.poll() is None for rank in ranks):
+        stop.check()
+        now = time.monotonic()
+        if any(rank.poll() for rank in ranks):
+            end = min(end, now + PEERS_S)  # its peers wait for it in vain
+        if now > end:
+            break
+        time.sleep(0.05)
+    for rank in ranks:
+        isolate.told(rank.poll(), stop)
 
 
 @dataclass
@@ -242,13 +262,20 @@ def _run(size: int, batches: int, options: Options) -> _Group:
     own = options.name != "fused"
     route = f"both:{options.name}" if own else "both"
     try:
-        found = launch(batches, options.seed, route, ranks=size, patches=options.patches)
+        found = launch(
+            batches,
+            options.seed,
+            route,
+            ranks=size,
+            patches=options.patches,
+            stop=options.stop,
+        )
     except RuntimeError as error:
         if not own and not options.patches:
             group.missing = str(error)
             return group
         try:
-            launch(1, options.seed, "both", ranks=size)
+            launch(1, options.seed, "both", ranks=size, stop=options.stop)
         except RuntimeError:
             group.missing = f"also without what was asked for: {error}"
             return group

@@ -24,11 +24,16 @@ from equiv.loop.case import LoopCase, parse
 from equiv.loop.result import Result
 from equiv.loop.run import run
 from equiv.patience import stretched
+from equiv.stopping import ENDING, Stop
 
 HANG_S = 90.0
 """Without a sign for so long a process hangs; the longest case takes some seconds."""
 FRESH_S = 300.0
 """The same while a process that couldn't be forked imports vLLM."""
+SLICE_S = 0.2
+"""After so long whoever waits for a process looks whether the run is being stopped."""
+TOLD_S = 1.0
+"""A signal that ended a process may have been sent to the command as well: so long it may come."""
 
 
 def run_lanes(
@@ -39,11 +44,18 @@ def run_lanes(
     """Run served lanes like ``campaign.run_lanes``, but in another process.
 
     ``keep`` is given each lane when it ends, and the largest share of its bound.
+
+    Raises
+    ------
+    Stopped
+        ``options.stop`` was set.
+
     """
     left = list(options.lanes)
     done: list[evidence.Lane] = []
     worst = 0.0
     while left:
+        options.stop.check()
         child = _Child(dataclasses.replace(options, lanes=tuple(left)), progress, keep)
         try:
             found, worst_here = child.wait(left)
@@ -85,6 +97,23 @@ def death(code: int | None) -> str:
     return f"the process died: exit code {code}"
 
 
+def told(code: int | None, stop: Stop) -> None:
+    """Tell a process that was ended with its run from one that died by itself.
+
+    Raises
+    ------
+    Stopped
+        The run is being stopped, or is told so just after a signal that ends runs ended the
+        process: a batch system sends it to all processes at once.
+
+    """
+    until = time.monotonic() + (TOLD_S if -(code or 0) in ENDING else 0.0)
+    stop.check()
+    while time.monotonic() < until:
+        time.sleep(SLICE_S / 4)
+        stop.check()
+
+
 class _Child:
     """A process that runs lanes, and what it said last."""
 
@@ -116,22 +145,24 @@ class _Child:
         ------
         BytegateError
             What the process raised that isn't a finding.
+        Stopped
+            The run is being stopped.
 
         """
         found: list[evidence.Lane] = []
         worst = 0.0
         limit = HANG_S if self.forked else FRESH_S
         while len(found) < len(lanes):
+            self.options.stop.check()
             try:
-                if not self.end.poll(limit) and not self.end.poll(stretched(limit) - limit):
-                    seconds = stretched(limit)
-                    found.append(
-                        self._lost(lanes[len(found)], "hang", f"no sign in {seconds:.0f} s")
-                    )
+                if not self._says(limit) and not self._says(stretched(limit) - limit):
+                    why = f"no sign in {stretched(limit):.0f} s"
+                    found.append(self._lost(lanes[len(found)], "hang", why))
                     return found, worst
                 kind, value = self.end.recv()
             except (EOFError, ConnectionResetError):
                 self.process.join(5)
+                told(self.process.exitcode, self.options.stop)
                 found.append(self._lost(lanes[len(found)], "crash", death(self.process.exitcode)))
                 return found, worst
             if kind == "case":
@@ -150,7 +181,17 @@ class _Child:
                 raise value
         return found, worst
 
+    def _says(self, seconds: float) -> bool:
+        """Wait so long for the process to say something; whether it did."""
+        end = time.monotonic() + seconds
+        while not self.end.poll(max(0.0, min(SLICE_S, end - time.monotonic()))):
+            self.options.stop.check()
+            if time.monotonic() >= end:
+                return False
+        return True
+
     def _lost(self, lane: str, kind: str, detail: str) -> evidence.Lane:
+        """Return a lane that ended with its process, and keep it."""
         repro = campaign.campaign_command(self.options, (lane,))
         if self.at:
             repro = campaign.repro_command(parse(self.at), self.options.patches)
@@ -161,7 +202,7 @@ class _Child:
         finding = campaign.finding_of(
             lane, kind, case=at, repro=repro, after_cases=cases, detail=detail
         )
-        return campaign.lane_of(
+        lost = campaign.lane_of(
             lane,
             self.start,
             cases=cases,
@@ -172,6 +213,8 @@ class _Child:
             left_out=["what comes after the case that took the process with it"],
             findings=[finding],
         )
+        self.keep(lost, 0.0)
+        return lost
 
     def stop(self) -> None:
         """End the process."""

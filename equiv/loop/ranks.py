@@ -87,6 +87,7 @@ class Group:
         self._limit = START_S
         self._first = START_S if backend.cuda or not forked else ANSWER_S
         self._lost = False
+        self._stop = options.stop
         for rank in range(size):
             ours, theirs = context.Pipe()
             # A forked rank has the ends of those before it, and must let go of them: they would
@@ -126,7 +127,11 @@ class Group:
         until = time.monotonic() + limit
         bad = False
         while left:
-            ready: list[Any] = wait(list(left), max(0.0, until - time.monotonic()))
+            self._stop.check()
+            rest = max(0.0, until - time.monotonic())
+            ready: list[Any] = wait(list(left), min(rest, isolate.SLICE_S))
+            if not ready and rest > isolate.SLICE_S:
+                continue
             if not ready:
                 silent = ", ".join(str(rank) for rank in left.values())
                 word = "rank" if len(left) == 1 else "ranks"
@@ -141,6 +146,7 @@ class Group:
                 except (EOFError, ConnectionResetError):
                     process = self._processes[rank]
                     process.join(5)
+                    isolate.told(process.exitcode, self._stop)
                     died = isolate.death(process.exitcode)
                     found[rank] = Result("ranks", f"rank {rank}: {died}", raised_in=DIED)
                 if found[rank].failed and not bad:

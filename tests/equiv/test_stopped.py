@@ -29,7 +29,7 @@ from equiv.pool import Worker
 from equiv.profiles import PROFILES
 from equiv.run import Request
 from equiv.run import run as run_equiv
-from equiv.stopping import Stop, Stopped
+from equiv.stopping import Stop, Stopped, as_interrupt
 from equiv.worker import spec_of
 
 ROOT = Path(__file__).parents[2]
@@ -400,6 +400,19 @@ def test_a_signal_stops_by_its_name_and_what_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, hup)
     assert signal.getsignal(signal.SIGTERM) is before
     assert (stop.signal, stop.reason) == ("SIGTERM", "stopped by SIGTERM")
+
+
+def test_a_signal_that_is_ignored_interrupts_nothing() -> None:
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with as_interrupt(signal.SIGTERM, signal.SIGHUP) as came:
+            signal.raise_signal(signal.SIGHUP)
+            assert not came.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"), as_interrupt(signal.SIGTERM):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, hup)
 
 
 def test_progress_is_due_each_so_many_cases_and_after_some_seconds() -> None:

@@ -77,8 +77,8 @@ def as_interrupt(*numbers: signal.Signals) -> Iterator[Stop]:
     """End on these signals as on Ctrl-C, by ``KeyboardInterrupt`` with the signal's name.
 
     Python drops what a handler raises at a fork or in a finaliser: what the block is given is set
-    then as well, for whoever waits to look at. What is ignored stays so (``nohup``). Python lets the
-    main thread alone handle signals; in any other nothing changes.
+    then as well, for whoever waits to look at. What is ignored stays so (``nohup``). Python lets
+    the main thread alone handle signals; in any other nothing changes.
     """
     came = Stop()
 

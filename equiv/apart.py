@@ -7,11 +7,37 @@ would look like a kernel that crashed. A command that is killed can stop no work
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import multiprocessing
 import os
 import signal
 import threading
+
+COMMAND = "BYTEGATE_COMMAND"
+"""In the environment of a process that is to end with its command: the command's process."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def with_command() -> dict[str, str]:
+    """Return what a process that ``tie`` ties to this one needs in its environment.
+
+    Linux ends it with the thread that started it, so nothing is tied to another than the main one.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    return {COMMAND: str(os.getpid())} if main else {}
+
+
+def tie() -> None:
+    """End this process when the command that started it has ended, SIGKILL included, on Linux."""
+    command = os.environ.pop(COMMAND, "")
+    if not command:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(command):
+        os._exit(1)
 
 
 def stay() -> None:

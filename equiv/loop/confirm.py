@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from equiv import evidence
+from equiv import apart, evidence
 from equiv.errors import ExitCode
 from equiv.loop import isolate, lanes
 from equiv.loop.campaign import Options, campaign_command
@@ -77,11 +77,12 @@ def repeats(finding: evidence.Finding, stop: Stop) -> bool:
     """
     words = shlex.split(finding.repro)[1:]
     path = os.pathsep.join(entry or "." for entry in sys.path)
-    command = [sys.executable, "-c", "from equiv.cli import main; main()", *words]
+    code = "from equiv.apart import tie; tie(); from equiv.cli import main; main()"
+    command = [sys.executable, "-c", code, *words]
     stop.check()
     process = subprocess.Popen(  # noqa: S603
         command,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **apart.with_command()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

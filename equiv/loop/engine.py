@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from equiv import evidence
+from equiv import apart, evidence
 from equiv.loop import isolate
 from equiv.loop.campaign import Options, campaign_command, finding_of, lane_of
 from equiv.patience import stretched
@@ -159,7 +159,7 @@ def launch(
                 command.append(str(Path(folder, f"{rank}.json")))
                 process = subprocess.Popen(  # noqa: S603
                     command,
-                    env={**os.environ, **shared, **own},
+                    env={**os.environ, **shared, **own, **apart.with_command()},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     process_group=0,  # Ctrl-C is the command's alone, which ends the ranks
@@ -317,4 +317,5 @@ def _finding(group: _Group, batches: int, options: Options) -> evidence.Finding:
 
 
 if __name__ == "__main__":
+    apart.tie()
     serve_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

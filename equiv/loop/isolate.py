@@ -73,7 +73,12 @@ def run_one(case: LoopCase, pack: Callable[..., Any]) -> Result:
     """Run one case like ``equiv.loop.run.run``, but in a forked process."""
     context = multiprocessing.get_context("fork")
     end, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: theirs.send(run(case, pack)))
+
+    def work() -> None:
+        apart.stay()
+        theirs.send(run(case, pack))
+
+    process = context.Process(target=work)
     process.start()
     theirs.close()
     try:

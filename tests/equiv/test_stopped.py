@@ -305,6 +305,32 @@ def test_what_can_t_be_used_leaves_an_earlier_run_alone(folder: Path) -> None:
     assert (out / "equiv.json").read_text(encoding="utf-8") == "earlier"
 
 
+STARTS = """
+import os, subprocess, sys
+from equiv import apart
+own = apart.with_command() if sys.argv[1] == "tied" else {}
+code = "from equiv.apart import tie; tie(); import os, sys, time; "
+code += "open('slow', 'w').write(str(os.getpid()) + chr(10)); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **own}, process_group=0).wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["tied", "free"])
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
+def test_a_process_that_is_tied_to_its_command_ends_with_it(folder: Path, how: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-c", STARTS, how], cwd=folder, env=environment)
+    other = slow_worker(folder)
+    run.kill()
+    run.wait()
+    if how == "tied":
+        wait(lambda: not alive(other))
+    else:
+        time.sleep(0.3)
+        assert alive(other)
+        os.kill(other, signal.SIGKILL)
+
+
 # -- in this process ----------------------------------------------------------------
 
 

@@ -101,6 +101,8 @@ def run_faults(
     done: dict[str, evidence.FaultRow] = {}
     lock = threading.Lock()
 
+    at_first = environment.collect(device, None)
+
     def write(alarms: dict[str, Any], unfinished: str = "") -> evidence.FaultsEvidence:
         left = partial(_row, outcome="not_covered", detail=unfinished)
         rows = [done.get(f.id) or left(f) for f in wanted]
@@ -116,7 +118,7 @@ def run_faults(
             seed=options.seed,
             faults=rows,
             false_alarms=alarms,
-            environment=environment.collect(device, None),
+            environment=at_first if unfinished else environment.collect(device, None),
             started=started.isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - start, 3),
             command=request.command,

@@ -44,9 +44,6 @@ SLOWEST_ROWS_PER_S = 20_000.0
 TOGETHER_S = 0.1
 """Seconds that a signal to a worker may reach it before it reaches the command."""
 
-SLICE_S = 0.2
-"""Seconds of waiting after which a worker looks whether the run is being stopped."""
-
 
 class Unavailable(Exception):
     """A candidate that can't run on this machine."""
@@ -224,12 +221,11 @@ class Worker:
 
     def _answer(self, seconds: float) -> bool:
         """Wait for an answer for so long; whether there is one."""
-        end = time.monotonic() + seconds
-        while not self._pipe.poll(max(0.0, min(SLICE_S, end - time.monotonic()))):
-            self._go_on()
-            if time.monotonic() >= end:
-                return False
-        return True
+        try:
+            return self.stop.answered(self._pipe, seconds)
+        except Stopped:
+            self._kill()
+            raise
 
     def _go_on(self) -> None:
         """End the process by ``Stopped`` where the run is being stopped."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals by which a person, a batch system or a lost connection ends a command."""
+
+SLICE_S = 0.2
+"""After so long whoever waits for a process looks whether the run is being stopped."""
 
 
 class Stopped(BaseException):
@@ -40,6 +45,15 @@ class Stop:
         """Raise ``Stopped`` where the run is being stopped."""
         if self._set:
             raise Stopped(self.reason)
+
+    def answered(self, pipe: Connection, seconds: float) -> bool:
+        """Wait so long for something in a pipe; whether there is, or ``Stopped``."""
+        end = time.monotonic() + seconds
+        while not pipe.poll(max(0.0, min(SLICE_S, end - time.monotonic()))):
+            self.check()
+            if time.monotonic() >= end:
+                return False
+        return True
 
     @contextlib.contextmanager
     def on(self, *numbers: signal.Signals) -> Iterator[None]:

@@ -19,7 +19,7 @@ from equiv import apart, evidence
 from equiv.errors import ExitCode
 from equiv.loop import isolate, lanes
 from equiv.loop.campaign import Options, campaign_command
-from equiv.stopping import Stop
+from equiv.stopping import SLICE_S, Stop
 
 NOT_ALONE = "alone in a fresh process this case is no finding: it depends on what ran before it"
 """What such a finding says of itself."""
@@ -93,7 +93,7 @@ def repeats(finding: evidence.Finding, stop: Stop) -> bool:
         while process.poll() is None and time.monotonic() < end:
             stop.check()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(isolate.SLICE_S)
+                process.wait(SLICE_S)
         isolate.told(process.returncode, stop)
         return process.returncode == ExitCode.FAIL
     finally:

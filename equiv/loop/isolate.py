@@ -24,14 +24,12 @@ from equiv.loop.case import LoopCase, parse
 from equiv.loop.result import Result
 from equiv.loop.run import run
 from equiv.patience import stretched
-from equiv.stopping import ENDING, Stop
+from equiv.stopping import ENDING, SLICE_S, Stop
 
 HANG_S = 90.0
 """Without a sign for so long a process hangs; the longest case takes some seconds."""
 FRESH_S = 300.0
 """The same while a process that couldn't be forked imports vLLM."""
-SLICE_S = 0.2
-"""After so long whoever waits for a process looks whether the run is being stopped."""
 TOLD_S = 1.0
 """A signal that ended a process may have been sent to the command as well: so long it may come."""
 
@@ -157,17 +155,20 @@ class _Child:
         found: list[evidence.Lane] = []
         worst = 0.0
         limit = HANG_S if self.forked else FRESH_S
+        stop = self.options.stop
         while len(found) < len(lanes):
-            self.options.stop.check()
+            stop.check()
             try:
-                if not self._says(limit) and not self._says(stretched(limit) - limit):
+                if not stop.answered(self.end, limit) and not stop.answered(
+                    self.end, stretched(limit) - limit
+                ):
                     why = f"no sign in {stretched(limit):.0f} s"
                     found.append(self._lost(lanes[len(found)], "hang", why))
                     return found, worst
                 kind, value = self.end.recv()
             except (EOFError, ConnectionResetError):
                 self.process.join(5)
-                told(self.process.exitcode, self.options.stop)
+                told(self.process.exitcode, stop)
                 found.append(self._lost(lanes[len(found)], "crash", death(self.process.exitcode)))
                 return found, worst
             if kind == "case":
@@ -185,15 +186,6 @@ class _Child:
             else:
                 raise value
         return found, worst
-
-    def _says(self, seconds: float) -> bool:
-        """Wait so long for the process to say something; whether it did."""
-        end = time.monotonic() + seconds
-        while not self.end.poll(max(0.0, min(SLICE_S, end - time.monotonic()))):
-            self.options.stop.check()
-            if time.monotonic() >= end:
-                return False
-        return True
 
     def _lost(self, lane: str, kind: str, detail: str) -> evidence.Lane:
         """Return a lane that ended with its process, and keep it."""

@@ -27,6 +27,7 @@ from equiv.loop.case import LoopCase
 from equiv.loop.rank import START_S, Backend, Rank, serve
 from equiv.loop.result import EQUAL, Result
 from equiv.patience import stretched
+from equiv.stopping import SLICE_S
 
 ANSWER_S = 60.0
 """After so long without a rank's answer the group is given up: a collective hangs."""
@@ -129,8 +130,8 @@ class Group:
         while left:
             self._stop.check()
             rest = max(0.0, until - time.monotonic())
-            ready: list[Any] = wait(list(left), min(rest, isolate.SLICE_S))
-            if not ready and rest > isolate.SLICE_S:
+            ready: list[Any] = wait(list(left), min(rest, SLICE_S))
+            if not ready and rest > SLICE_S:
                 continue
             if not ready:
                 silent = ", ".join(str(rank) for rank in left.values())

@@ -280,6 +280,8 @@ def test_a_refusal_during_a_capture_is_one(gpu: PlayedGpu, pair: OpPair, line: L
 class SideStream:
     """All side streams: whether anything on them was waited for, and what was entered."""
 
+    priorities = (0, -3)
+
     def __init__(self) -> None:
         self.pending = 0
         self.entered: list[int] = []
@@ -295,7 +297,10 @@ class SideStream:
             yield
 
         return SimpleNamespace(
-            enter=enter, synchronize=self.synchronize, wait_stream=self.wait_stream
+            enter=enter,
+            synchronize=self.synchronize,
+            wait_stream=self.wait_stream,
+            priority_range=lambda: self.priorities,
         )
 
     def synchronize(self) -> None:
@@ -367,7 +372,7 @@ def test_the_hog_s_copies_start_after_all_that_is_written_from_the_host(
     executor = Executor(pair, Loaded("own", kernel, "dispatch"), "cpu", ())
     assert executor.run(case_of(line(mode="gpu_hog"))).status == "equal"
     assert pending == [1] * (2 * modes_cuda.REPEATS)
-    assert beside.entered == [0, -1] * modes_cuda.REPEATS
+    assert beside.entered == [*beside.priorities] * modes_cuda.REPEATS
 
 
 def test_nor_after_a_difference(beside: SideStream, pair: OpPair, line: Line) -> None:

@@ -2,8 +2,8 @@
 
 M01  stream: works on the default stream, but for a capture. Twin: on the caller's.
 M02  graph: U34 of ``unlisted_conduct``, which lets the host look at data. Twin: doesn't.
-M04  gpu_hog: waits for a side stream by time, measured once while nothing else ran, not by an
-     event. Twin: by the event.
+M04  gpu_hog: waits for a side stream of high priority by time, measured once while nothing else
+     ran, not by an event. Twin: by the event.
 M05  second_device: makes its outputs on the current device. Twin: on that of the operands.
 
 M03, of the mode ``producer``, is K17. On a CPU all of them are right.
@@ -56,7 +56,7 @@ def looks_at_nothing(kv_nope: Tensor, k_pe: Tensor, use_fp8: bool) -> Pack:  # n
 @cache
 def _scratch(device: torch.device) -> tuple[torch.cuda.Stream, Tensor, Tensor]:
     one = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-    return torch.cuda.Stream(device), one, torch.empty_like(one)
+    return torch.cuda.Stream(device, priority=-1), one, torch.empty_like(one)
 
 
 @cache

@@ -217,7 +217,8 @@ class Arena:
     ) -> None:
         """Write elements (``Placed.storage_shape``), and the colour elsewhere, to both copies.
 
-        With ``again`` the elements are known to be in place: only bands and gaps change.
+        With ``again`` these elements were the last to be painted, and what a call may have written
+        over comes from the pristine copy: only bands and gaps change. A sparse buffer has no copy.
         """
         at = 0
         for p in self.placed:
@@ -225,7 +226,8 @@ class Arena:
                 self.pristine[at : p.start].fill_(colour)
                 if p.gaps:
                     self.pristine[p.start : p.start + p.span_bytes].fill_(colour)
-            if (p.gaps or not again) and p.span_bytes:
+            lost = p.gaps or (self.sparse and p.operand.mutable)
+            if (lost or not again) and p.span_bytes:
                 self._write(p, storage[p.operand.name])
             at = p.start + p.span_bytes
         if not self.sparse:

@@ -213,7 +213,7 @@ class CaseRun:
     def refresh(self) -> None:
         """Put back, before another call, what an earlier one may have written as it may."""
         if any(o.mutable for o in self.claim.operands):
-            self.load(self.storage)
+            self.load(self.storage, again=True)
 
     # -- calls ----------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class CaseRun:
             if o.mutable:
                 snapshot[o.name] = integers(self.arena.tensors()[o.name])
         if any(o.mutable for o in self.claim.operands):
-            self.arena.paint(self.colour, self.storage)
+            self.arena.paint(self.colour, self.storage, again=True)
         return snapshot
 
     def call(self) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class CaseRun:
                 break
             if colour != self.colour:
                 self.colour = colour
-                self.load(self.storage, again=not any(o.mutable for o in self.claim.operands))
+                self.load(self.storage, again=True)
             for expected, actual in MODES[self.case.mode](self):
                 if self.same(expected, actual) or self.accepted(expected, actual):
                     continue

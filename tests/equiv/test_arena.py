@@ -303,6 +303,21 @@ def test_the_other_colour_covers_all_but_the_elements(view: View) -> None:
     assert set(second[~own].tolist()) == {COLOURS[1]}
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_the_op_may_write_is_back_in_the_other_colour(
+    view: View, *, sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sparse:
+        monkeypatch.setattr("equiv.arena.SPARSE_BYTES", 0)
+    laid = Laid([Operand("q", (4, 3, 32), "bf16", mutable=True)], {"q": view})
+    assert laid.arena.sparse == sparse
+    laid.arena.tensors()["q"].zero_()
+    assert not np.array_equal(laid.arena.read(laid.arena.buffer, "q"), laid.bits["q"])
+    laid.arena.paint(COLOURS[1], laid.storage, again=True)
+    assert np.array_equal(laid.arena.read(laid.arena.buffer, "q"), laid.bits["q"])
+
+
 def test_colours_are_complements() -> None:
     assert COLOURS[0] ^ COLOURS[1] == 0xFF
 

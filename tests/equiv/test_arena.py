@@ -337,6 +337,16 @@ def test_a_gap_is_guarded_while_the_op_writes_the_elements() -> None:
     assert laid.write(p.start + 64) == [("gap of q", 64)]
 
 
+def test_what_the_op_wrote_is_not_looked_through_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("it may be billions of elements")
+
+    laid = Laid([Operand("q", (4, 3, 32), "bf16", mutable=True)], {})
+    laid.arena.tensors()["q"].zero_()
+    monkeypatch.setattr(Arena, "read", read)
+    assert laid.changed() == []
+
+
 def test_the_buffer_is_kept_from_case_to_case() -> None:
     laid = one(VIEWS["dense"])
     pointer = laid.arena.buffer.data_ptr()

@@ -152,7 +152,8 @@ class Arena:
                 buffer = torch.frombuffer(region, dtype=torch.uint8)
                 self._buffers = (buffer, buffer)
                 return
-            room = size + (size >> 2) + BASE
+            more = size >> 2 if size <= SPARE_BYTES else 0
+            room = size + more + BASE
             self._buffers = (self._aligned(room), self._aligned(room))
 
     def _aligned(self, size: int) -> torch.Tensor:
@@ -316,19 +317,25 @@ class Served:
 
 
 class OutputArena:
-    """Poisoned, banded memory for what a candidate allocates."""
+    """Poisoned, banded memory for what a candidate allocates.
+
+    Attributes
+    ----------
+    room : its size in bytes since ``begin``.
+
+    """
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self._buffer: torch.Tensor | None = None
         self.served: list[Served] = []
-        self._at = self._room = 0
+        self._at = self.room = 0
         self.colour = COLOURS[0]
 
     def begin(self, colour: int, room: int) -> None:
         """Forget what was served; make room for ``room`` bytes of outputs and for scratch."""
         spare = room if room <= SPARE_BYTES else room // 8
-        size = self._room = room + spare + 16 * (BAND + BASE)
+        size = self.room = room + spare + 16 * (BAND + BASE)
         held = self._buffer.numel() if self._buffer is not None else 0
         if held < size or held > max(8 * size, 1 << 28):
             self._buffer = None
@@ -351,7 +358,7 @@ class OutputArena:
         size = span_elements(shape, pitches) * dtype.itemsize
         start = -(-(self._at + BAND) // BASE) * BASE
         end = start + size + BAND
-        if end > self._room:
+        if end > self.room:
             return None
         if self.device.type != "cuda":
             self._buffer[self._at : end].fill_(self.colour)

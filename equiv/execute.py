@@ -26,6 +26,7 @@ from equiv.guards import (
 from equiv.judge import LARGE_BYTES, Judge
 from equiv.modes import MODES
 from equiv.result import DECLARED, EQUAL, REFUSED, UNDEFINED, LedgerHit, Result
+from equiv.returned import facts_of, odd, type_of
 from equiv.snapshots import integers, raw
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Executor:
         claim = claim_of(self.pair, case)
         if claim.outcome == UNDEFINED:
             return Result(UNDEFINED)
+        self.let_go()
         try:
             result = CaseRun(self, case, claim).result()
         finally:
@@ -133,6 +135,16 @@ class Executor:
             seconds=seconds,
             spent=self.spent,
         )
+
+    def let_go(self) -> None:
+        """Give back what the case before took of a GPU, where that was much.
+
+        torch would keep it, in pieces that a larger case doesn't fit into.
+        """
+        used = [max(a.used, out.room) for a, out in self._arenas.values()]
+        if self.device.startswith("cuda") and max(used, default=0) > LARGE_BYTES:
+            self._arenas.clear()
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -221,6 +233,8 @@ class CaseRun:
         """Run the stock ops on the operands as they lie in the arena."""
         try:
             outputs = self.pair.reference(self.arena.tensors(), self.point)
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the candidate
         except Exception as e:  # noqa: BLE001 - it is the result
             detail = f"{type(e).__name__}: {line_of(e)}"
             raise Found("reference_raised", detail, origin(e, "")) from None
@@ -247,7 +261,7 @@ class CaseRun:
         self.x.calls += 1
         before = loaded.executions() if loaded.executions else 0
         tensors = self.arena.tensors()
-        facts = {n: _facts(t) for n, t in tensors.items()}
+        facts = {n: facts_of(t) for n, t in tensors.items()}
         if self.before_call is not None:
             self.before_call()
         try:
@@ -266,16 +280,16 @@ class CaseRun:
         if loaded.executions and self.pair.rows(self.point) and loaded.executions() == before:
             raise Found("not_run", f"the call returned, but {loaded.name}'s own kernel didn't run")
         for name, t in tensors.items():
-            if _facts(t) != facts[name]:
-                raise Found("input_changed", f"{name} was {facts[name]}, and is {_facts(t)}")
+            if facts_of(t) != facts[name]:
+                raise Found("input_changed", f"{name} was {facts[name]}, and is {facts_of(t)}")
         return self.checked(returned)
 
     def checked(self, returned: Mapping[str, Any]) -> dict[str, Any]:
         """Check type, shape, dtype and device of what was returned."""
         for name, o in self.outputs.items():
             t = returned.get(name)
-            if not isinstance(t, torch.Tensor) or _odd(t):
-                got = ", ".join(f"{k}: {_type_of(v)}" for k, v in returned.items())
+            if not isinstance(t, torch.Tensor) or odd(t):
+                got = ", ".join(f"{k}: {type_of(v)}" for k, v in returned.items())
                 raise Found(
                     "wrong_type", f"expected {', '.join(self.outputs)} as tensors, got {got}"
                 )
@@ -427,30 +441,3 @@ class CaseRun:
         for name in sorted(self.expected):
             outputs.update(self.expected[name].cpu().numpy().data)
         return replace(result, input_hash=inputs.hexdigest(), output_hash=outputs.hexdigest())
-
-
-def _facts(tensor: torch.Tensor) -> str:
-    """Describe a tensor as its caller holds it."""
-    grad = ", requires grad" if tensor.requires_grad else ""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    return f"{tensor.dtype} {shape} by {strides} from {tensor.storage_offset()}{grad}"
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes to read: no sparse one, no view that negates, no fake."""
-    if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
-        return False
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return tensor.device.type == "meta"  # that is a wrong device
-    return True
-
-
-def _type_of(value: Any) -> str:
-    kind = type(value).__name__
-    return f"{kind} without bytes of its own" if _odd(value) else kind
-
-
-def _odd(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not _is_plain(value)

@@ -11,13 +11,14 @@ from equiv.arena import dense_pitches
 from equiv.case import Fill, View
 from equiv.dtypes import DTYPES
 from equiv.lanes import domain_points, outside_points
+from equiv.large import sizes
 from equiv.modes import CPU_MODES, CUDA_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from equiv.lanes import Lanes, Plan
-    from equiv.pairs import Operand, Output
+    from equiv.pairs import Operand
 
 
 DEV_SHAPES = 60
@@ -33,18 +34,6 @@ MOST_VALUES = 256
 """Up to so many values of a dimension are enumerated, each with about ``VALUE_ROWS`` rows."""
 
 VALUE_ROWS = 2_000
-
-FAR_PITCH = 1 << 28
-FAR_ROWS = 18
-"""Rows a pitch of 2^28 elements apart: the last lies past 2^32 elements."""
-
-
-OUTPUT_COPIES = 3.0
-"""Memory of a case with large outputs, in sizes of them: expected, actual, and what ops need."""
-
-
-def _bytes(output: Output) -> int:
-    return math.prod(output.shape) * DTYPES[output.dtype].itemsize
 
 
 def layouts(operand: Operand) -> Iterator[View]:
@@ -249,64 +238,6 @@ def _off_pitches(operand: Operand) -> Iterator[View]:
             for outer in range(d + 1):
                 pitches[outer] += extra * (dense[outer] // dense[d])
             yield View(tuple(pitches))
-
-
-def sizes(x: Lanes, plan: Plan) -> None:
-    """Plan offsets past 2^31 and 2^32: of inputs by pitch alone, of outputs in full."""
-    for point, name in itertools.product(domain_points(x.pair), x.pair.dims):
-        # Input offsets past 2^31 and 2^32 elements, by pitch alone: few rows are touched.
-        full = {**point, **dict.fromkeys(x.pair.dims, 2), name: FAR_ROWS}
-        for o in x.pair.operands(full):
-            needed = FAR_ROWS * FAR_PITCH * DTYPES[o.dtype].itemsize
-            fits = not x.target.cuda or 3 * needed <= x.target.memory_bytes
-            for d in (d for d, n in enumerate(o.shape[:-1]) if n == FAR_ROWS):
-                if not fits:
-                    plan.left_out.append(
-                        f"{o.name} by a pitch of 2^28 (needs {3 * needed >> 30} GiB)"
-                    )
-                    continue
-                pitches = [FAR_PITCH if e == d else p for e, p in enumerate(dense_pitches(o.shape))]
-                plan.explicit.append(x.case(full, views=((o.name, View(tuple(pitches))),)))
-    _large_outputs(x, plan)
-    plan.least = x.each_axis(1)
-
-
-def _large_outputs(x: Lanes, plan: Plan) -> None:
-    """Plan outputs past 2^31 elements and 2^32 bytes, of overlapping input rows; dense once."""
-    first = next(iter(x.pair.dims))
-    if not x.profile.dense_sizes and not (x.target.cuda and x.profile.largest_rows):
-        plan.left_out.append("outputs past 2^31 elements (nightly, or gate on a GPU)")
-        return
-    for point in domain_points(x.pair):
-        one = {**point, **x.dims_of(1)}
-        widest = max(x.pair.outputs(one), key=lambda o: o.shape[-1])
-        size = DTYPES[widest.dtype].itemsize
-        elements = (1 << 31) + 4096 * widest.shape[-1]
-        if x.target.cuda:
-            elements = max(elements, (1 << 32) // size + 4096 * widest.shape[-1])
-        rows = elements // widest.shape[-1]
-        dims = {**x.dims_of(rows), first: rows}
-        full = {**point, **dims}
-        needed = int(OUTPUT_COPIES * sum(_bytes(o) for o in x.pair.outputs(full)))
-        if 0 < x.target.memory_bytes < needed:
-            plan.left_out.append(f"{widest.name} past 2^31 elements (needs {needed >> 30} GiB)")
-            continue
-        views = []
-        for o in x.pair.operands(full):
-            if o.mutable or len(o.shape) < 2:  # noqa: PLR2004 - rows that may overlap
-                continue
-            step = max(1, o.align_bytes // DTYPES[o.dtype].itemsize)
-            views.append((o.name, View((step, *dense_pitches(o.shape)[1:]))))
-        plan.explicit.append(x.case(full, views=tuple(views), fill=Fill("tiled", x.seed)))
-    if x.target.cuda:
-        point = next(domain_points(x.pair))
-        others = {n: x.pair.dims[n].production[-1] for n in list(x.pair.dims)[1:]}
-        one = {**point, **x.dims_of(1, **others)}
-        widest = max(x.pair.outputs(one), key=lambda o: o.shape[-1])
-        row_bytes = widest.shape[-1] * DTYPES[widest.dtype].itemsize
-        rows = ((1 << 32) + (1 << 24)) // row_bytes
-        dims = x.dims_of(rows, **others)
-        plan.explicit.append(x.case({**point, **dims}, fill=Fill("tiled", x.seed)))
 
 
 def modes(x: Lanes, plan: Plan) -> None:

@@ -503,6 +503,35 @@ def test_a_reference_that_departs_from_the_oracle_is_told_from_the_kernel(
     assert "reference departs from the model" in alone.voices
 
 
+@pytest.mark.parametrize("tokens", [3, 6])
+def test_a_reference_without_memory_says_nothing_of_the_kernel(
+    tokens: int, run_here: Here, pair: OpPair, line: Line
+) -> None:
+    def failing(tensors: Any, point: Any) -> Any:
+        del tensors, point
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 21.34 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):  # of which a worker makes that it doesn't fit
+        run_here(CLEAN, line(T=tokens), pair=Bent(pair, failing))
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cuda:0", 0), ("cuda:0", 1 << 28), ("cpu", 0)])
+def test_what_a_large_case_took_of_a_gpu_is_given_back_before_the_next(
+    device: str, limit: int, pair: OpPair, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(execute, "LARGE_BYTES", limit)
+    executor = Executor(pair, Loaded("own", CLEAN, "dispatch"), "cpu", ())
+    assert executor.run(parse(line())).status == "equal"
+    arenas = executor.arenas("cpu")
+    executor.device = device
+    executor.let_go()
+    given_back = device != "cpu" and not limit
+    assert bool(emptied) == given_back
+    assert (executor.arenas("cpu") is not arenas) == given_back
+
+
 def test_a_reference_that_fails_is_told_from_the_kernel(
     run_here: Here, pair: OpPair, line: Line
 ) -> None:

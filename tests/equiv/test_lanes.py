@@ -319,9 +319,11 @@ def test_outputs_past_2_to_the_31_are_nightly_s_or_a_gpu_s(lanes: Make, pair: Op
     assert size > 1 << 32
 
 
-def test_a_small_gpu_leaves_far_pitches_out_by_name(lanes: Make) -> None:
-    plan = lanes("dev", Target("cuda:0", 132, 1, 8 << 30)).plan("sizes")
-    assert any("kv_nope by a pitch of 2^28 (needs" in text for text in plan.left_out)
+def test_a_small_gpu_leaves_what_does_not_fit_out_by_name(lanes: Make) -> None:
+    plan = lanes("gate", Target("cuda:0", 132, 1, 8 << 30)).plan("sizes")
+    for text in ("kv_nope by a pitch of 2^28", "k past 2^31 elements", "k past 2^32 bytes, dense"):
+        assert any(f"{text} (needs" in t for t in plan.left_out), text
+    assert plan.explicit == []
 
 
 def test_modes_are_the_device_s(lanes: Make) -> None:

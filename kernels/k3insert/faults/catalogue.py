@@ -7,8 +7,8 @@ from kvpack.spec import Fault
 _CLEAN = "k3insert.faults.kernel:insert"
 
 
-def _fault(number: str, title: str, function: str, lane: str) -> Fault:
-    return Fault(number, title, f"k3insert.faults.{function}", _CLEAN, lane)
+def _fault(number: str, title: str, function: str, lane: str, needs: str = "") -> Fault:
+    return Fault(number, title, f"k3insert.faults.{function}", _CLEAN, lane, needs)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -22,6 +22,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault("I08", "one lane of an entry stale", "entries:one_lane", "shapes"),
     _fault("I09", "k_pe written for head 0 only", "entries:head_zero", "shapes"),
     _fault("I10", "q written in place", "entries:q_written", "patterns"),
+    _fault("I11", "cache offset in 31 bits", "slots:int32_offset", "sizes", "cuda"),
 )
 
 HARMLESS: tuple[Fault, ...] = (

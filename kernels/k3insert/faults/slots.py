@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3insert import stock
 from k3insert.faults import kernel, storing
 from k3insert.faults.kernel import Insert
 
 SIXTEEN = 16
+HALF = 1 << 31
+"""What a signed offset of 32 bits counts to, in elements."""
 
 padding_wraps = Insert(stored=storing.every_token)
 """I01: a slot of -1 isn't skipped, and its block and position count from the end."""
@@ -43,3 +46,11 @@ def _block_edge(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 block_edge = Insert(place=_block_edge)
 """I05: the last position of a block is taken for the one before it."""
+
+
+def _int32_offset(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    return kernel.place(slot * stock.ENTRY % HALF // stock.ENTRY, block_size)
+
+
+int32_offset = Insert(place=_int32_offset)
+"""I11: offsets in the cache, in elements, have 31 bits: entries past that land on earlier ones."""

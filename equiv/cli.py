@@ -198,7 +198,9 @@ def faults(
         list[str] | None,
         typer.Option("--only", help="Ids such as K07. Repeatable; all by default."),
     ] = None,
-    profile: ProfileOption = None,
+    profile: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PROFILES)}; gate by default.")
+    ] = None,
     device: DeviceOption = None,
     seed: SeedOption = None,
     out: Annotated[Path, typer.Option(help="Folder for faults.json and faults.xml.")] = Path(

@@ -173,7 +173,7 @@ def _fault_row(
     left_out = [m for x in found.lanes for m in x.left_out if "GiB" in m]
     if not failing:
         options.stop.check()
-    if not failing and fault.needs == "nightly" and left_out:
+    if not failing and fault.needs in {"nightly", "large"} and left_out:
         return _row(fault, "not_covered", cases=cases, detail=left_out[0], start=start)
     if not failing:
         detail = found.reason or f"no lane failed in {cases:,} cases"
@@ -228,8 +228,12 @@ def _row(
 def _not_here(fault: Fault, options: campaign.Options) -> str:
     if fault.needs == "cuda" and not options.target.cuda:
         return "needs a GPU"
-    if fault.needs == "nightly" and not (options.profile.dense_sizes or options.target.cuda):
-        return "needs the profile nightly (12 GB) or a GPU"
+    profile, cuda = options.profile, options.target.cuda
+    in_full = profile.dense_sizes or (cuda and profile.largest_rows)
+    if fault.needs == "nightly" and not in_full:
+        return "needs the profile nightly (12 GB), or gate on a GPU"
+    if fault.needs == "large" and not (cuda and in_full):
+        return "needs the profile gate or nightly on a GPU"
     return ""
 
 

@@ -114,7 +114,8 @@ class Fault:
     title : the fault, in a few words.
     faulty, clean : ``"module:function"``, given to ``--candidate``.
     lane : the lane expected to see it first.
-    needs : ``""``, ``"cuda"`` or ``"nightly"`` (memory and time).
+    needs : ``""``, ``"cuda"``, ``"nightly"`` (memory and time; or gate on a GPU) or ``"large"``
+        (gate or nightly, on a GPU).
 
     """
 

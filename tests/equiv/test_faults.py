@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from equiv import evidence, faults
+from equiv.campaign import Options
 from equiv.case import parse
 from equiv.errors import UsageError
 from equiv.evidence import FaultRow, FaultsEvidence
 from equiv.faults import CLEAN_CASES, CLEAN_SHARES, FaultsRequest, run_faults
+from equiv.lanes import Lanes, Target
 from equiv.pairs import OpPair
 from equiv.profiles import PROFILES
 from kvpack.spec import Fault
@@ -111,6 +114,27 @@ def test_a_fault_whose_twin_does_not_fit_is_not_covered(
     assert (made.verdict, made.exit_code) == ("NOT COVERED", 4)
 
 
+RUNS = {
+    "": {"cpu dev", "cpu gate", "cpu nightly", "cuda:0 dev", "cuda:0 gate", "cuda:0 nightly"},
+    "cuda": {"cuda:0 dev", "cuda:0 gate", "cuda:0 nightly"},
+    "nightly": {"cpu nightly", "cuda:0 gate", "cuda:0 nightly"},
+    "large": {"cuda:0 gate", "cuda:0 nightly"},
+}
+
+
+@pytest.mark.parametrize("needs", RUNS)
+def test_where_a_fault_runs(needs: str, pair: OpPair) -> None:
+    runs = set()
+    for device, profile in itertools.product(("cpu", "cuda:0"), PROFILES):
+        target = Target(device, memory_bytes=140 << 30)
+        options = Options(pair, target, PROFILES[profile], 0, ("sizes",))
+        if not faults._not_here(fault("own", needs=needs), options):
+            runs.add(f"{device} {profile}")
+            if needs in {"nightly", "large"}:  # then there are outputs past 2^31 elements
+                assert not Lanes(pair, target, PROFILES[profile], "own", 0).plan("sizes").left_out
+    assert runs == RUNS[needs]
+
+
 @pytest.mark.parametrize(
     ("where", "outcome"),
     [
@@ -142,7 +166,12 @@ def test_an_exception_counts_where_it_ends_in_the_faulty_module(
 
 
 @pytest.mark.parametrize(
-    ("needs", "reason"), [("cuda", "needs a GPU"), ("nightly", "needs the profile nightly")]
+    ("needs", "reason"),
+    [
+        ("cuda", "needs a GPU"),
+        ("nightly", "needs the profile nightly"),
+        ("large", "needs the profile gate or nightly on a GPU"),
+    ],
 )
 def test_what_can_t_run_here_is_not_covered(
     needs: str, reason: str, ran: Callable[..., FaultsEvidence], bad: Bad

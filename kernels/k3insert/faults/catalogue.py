@@ -22,7 +22,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault("I08", "one lane of an entry stale", "entries:one_lane", "shapes"),
     _fault("I09", "k_pe written for head 0 only", "entries:head_zero", "shapes"),
     _fault("I10", "q written in place", "entries:q_written", "patterns"),
-    _fault("I11", "cache offset in 31 bits", "slots:int32_offset", "sizes", "cuda"),
+    _fault("I11", "cache offset in 31 bits", "slots:int32_offset", "sizes", "large"),
 )
 
 HARMLESS: tuple[Fault, ...] = (

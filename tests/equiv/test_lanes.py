@@ -317,6 +317,13 @@ def test_outputs_past_2_to_the_31_are_nightly_s_or_a_gpu_s(lanes: Make, pair: Op
     elements, size = largest(lanes("gate", GPU))
     assert elements > 1 << 31
     assert size > 1 << 32
+    tiled = [c for c in lanes("gate", GPU).plan("sizes").explicit if c.fill.kind == "tiled"]
+    overlapping = [c for c in tiled if c.views]
+    assert len(overlapping) == len(tiled) - 1
+    for case in overlapping:  # inputs whose rows overlap are light, so all is tokens
+        assert case["H"] == 1
+        k = pair.outputs(dict(case.point))[0]
+        assert int(np.prod(k.shape, dtype=np.int64)) * DTYPES[k.dtype].itemsize > 1 << 32
 
 
 @pytest.mark.parametrize("production", [True, False])

@@ -9,6 +9,7 @@ import pytest
 
 from equiv.arena import dense_pitches, span_elements
 from equiv.case import Case
+from equiv.domain import claim_of
 from equiv.dtypes import DTYPES
 from equiv.lanes import Lanes, Target
 from equiv.pairs import OpPair, load_pair
@@ -60,11 +61,16 @@ def test_each_point_has_an_output_past_2_to_the_31_elements_and_a_cache_as_large
             if o.mutable and math.prod(o.shape) > 1 << 31:
                 large.add(o.name)
         for made in pair.outputs(point):
-            if math.prod(made.shape) > 1 << 31:
+            elements = math.prod(made.shape)
+            if elements > 1 << 31 and elements * DTYPES[made.dtype].itemsize > 1 << 32:
                 large.add("output")
     assert met
     for point_of, large in met.items():
         assert {"output", "kv_cache"} <= large, point_of
+
+
+def test_all_of_them_are_cases_that_have_to_be_equal(pair: OpPair) -> None:
+    assert {claim_of(pair, case).outcome for case in plan(pair)[0]} == {"equal"}
 
 
 def test_none_of_them_needs_more_than_an_h200_has_beside_what_the_reference_takes(

@@ -361,7 +361,7 @@ def test_nothing_of_a_case_is_left_to_run_beside_the_next(
     assert beside.pending == 0
 
 
-def test_the_hog_s_copies_start_after_all_that_is_written_from_the_host(
+def test_the_hog_s_copies_start_after_all_that_is_put_back(
     beside: SideStream, pair: OpPair, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pending: list[int] = []

@@ -24,10 +24,16 @@ FAR_ROWS = 18
 """Rows a pitch of 2^28 elements apart: the last lies past 2^32 elements."""
 
 OUTPUT_COPIES = 3.0
-"""Memory of a case with large outputs, in sizes of them: expected, actual, and what ops need."""
+"""Memory of a case, in sizes of what it writes: expected, actual, and the other colour or ops."""
 
 INPUT_COPIES = 2.0
 """And in sizes of its inputs: what the candidate sees, and what that must still be afterwards."""
+
+PROBE_ROWS = 1 << 16
+"""Rows at which the size of a tensor is looked at, to tell how many it takes."""
+
+MORE_ROWS = 4096
+"""More than it takes."""
 
 HEAVY = 2.0
 """Inputs of a case with large outputs, in sizes of these, above which it takes other dimensions."""
@@ -35,17 +41,22 @@ HEAVY = 2.0
 
 @dataclass(frozen=True)
 class Large:
-    """A case with large operands or outputs: what of it is, and the bytes of each kind."""
+    """A case with large operands or outputs: what of it is, and the bytes of each kind.
+
+    ``written_bytes`` are those of the operands that the op may write, which the inputs include.
+    """
 
     case: Case
     what: str
     input_bytes: int
     output_bytes: int
+    written_bytes: int
 
     @property
     def needed(self) -> int:
         """About how much memory it takes, in bytes."""
-        return int(INPUT_COPIES * self.input_bytes + OUTPUT_COPIES * self.output_bytes)
+        compared = self.output_bytes + self.written_bytes
+        return int(INPUT_COPIES * self.input_bytes + OUTPUT_COPIES * compared)
 
 
 def sizes(x: Lanes, plan: Plan) -> None:
@@ -84,11 +95,11 @@ def _in_full(x: Lanes) -> Iterator[Large]:
             yield from _large_writes(x, point, large.case)
     if x.target.cuda:
         point = next(domain_points(x.pair))
-        others = {n: x.pair.dims[n].production[-1] for n in list(x.pair.dims)[1:]}
+        inner = list(x.pair.dims)[1:]
+        others = {n: (x.pair.dims[n].production or (1,))[-1] for n in inner}
         widest = _widest(x, point, others)
-        row_bytes = widest.shape[-1] * DTYPES[widest.dtype].itemsize
-        dims = x.dims_of(((1 << 32) + (1 << 24)) // row_bytes, **others)
-        yield _large(x, point | dims, f"{widest.name} past 2^32 bytes, dense", overlap=False)
+        full = _past(x, point, (1 << 32) // DTYPES[widest.dtype].itemsize, widest.name, others)
+        yield _large(x, full, f"{widest.name} past 2^32 bytes, dense", overlap=False)
 
 
 def _large_output(x: Lanes, point: dict[str, Any]) -> Large:
@@ -100,9 +111,9 @@ def _large_output(x: Lanes, point: dict[str, Any]) -> Large:
     found = None
     for others in _inner(x.pair):
         widest = _widest(x, point, others)
-        size, columns = DTYPES[widest.dtype].itemsize, widest.shape[-1]
+        size = DTYPES[widest.dtype].itemsize
         elements = max(1 << 31, (1 << 32) // size if x.target.cuda else 0)
-        full = point | x.dims_of(elements // columns + 4096, **others)
+        full = _past(x, point, elements, widest.name, others)
         found = _large(x, full, f"{widest.name} past 2^31 elements")
         if found.input_bytes <= HEAVY * found.output_bytes:
             break
@@ -115,30 +126,45 @@ def _large_writes(x: Lanes, point: dict[str, Any], large: Case) -> Iterator[Larg
 
     None of one that the case with large outputs has as large, or that doesn't grow with the rows.
     """
+    for o in x.pair.operands(point | x.dims_of(1)):
+        full = _past(x, point, 1 << 31, o.name, {}) if o.mutable else {}
+        if full and _size(x, dict(large.point), o.name) <= 1 << 31 < _size(x, full, o.name):
+            yield _large(x, full, f"{o.name} past 2^31 elements")
 
-    def written(at: dict[str, Any]) -> dict[str, int]:
-        return {o.name: math.prod(o.shape) for o in x.pair.operands(at) if o.mutable}
 
-    rows = 1 << 16
-    for name, size in written(point | x.dims_of(rows)).items():
-        full = point | x.dims_of((rows << 31) // max(size, 1) + 4096)
-        if written(dict(large.point))[name] <= 1 << 31 < written(full)[name]:
-            yield _large(x, full, f"{name} past 2^31 elements")
+def _size(x: Lanes, point: dict[str, Any], name: str) -> int:
+    """Return the elements of an operand or output at a point."""
+    shapes = {o.name: o.shape for o in x.pair.operands(point)}
+    shapes |= {o.name: o.shape for o in x.pair.outputs(point)}
+    return math.prod(shapes[name])
+
+
+def _past(
+    x: Lanes, point: dict[str, Any], elements: int, name: str, others: dict[str, int]
+) -> dict[str, Any]:
+    """Return a point with so many rows that the named tensor has more than ``elements``.
+
+    It may have any shape: what it has at fewer rows says how many it takes.
+    """
+    dims = x.dims_of(PROBE_ROWS, **others)
+    rows, inner = math.prod(dims.values()), math.prod(list(dims.values())[1:])
+    wanted = elements * rows // max(_size(x, point | dims, name), 1)
+    return point | x.dims_of(wanted + max(MORE_ROWS, inner), **others)
 
 
 def _large(x: Lanes, full: dict[str, Any], what: str, *, overlap: bool = True) -> Large:
     """Return the case at a point, the rows of its inputs overlapping where they may."""
-    views, inputs = [], 0
+    views, inputs, written = [], 0, 0
     for o in x.pair.operands(full):
         itemsize, pitches = DTYPES[o.dtype].itemsize, dense_pitches(o.shape)
         if overlap and not o.mutable and len(o.shape) > 1:
             pitches = (max(1, o.align_bytes // itemsize), *pitches[1:])
             views.append((o.name, View(pitches)))
         inputs += span_elements(o.shape, pitches) * itemsize
+        written += math.prod(o.shape) * itemsize * o.mutable
     outputs = sum(math.prod(o.shape) * DTYPES[o.dtype].itemsize for o in x.pair.outputs(full))
-    return Large(
-        x.case(full, views=tuple(views), fill=Fill("tiled", x.seed)), what, inputs, outputs
-    )
+    case = x.case(full, views=tuple(views), fill=Fill("tiled", x.seed))
+    return Large(case, what, inputs, outputs, written)
 
 
 def _widest(x: Lanes, point: dict[str, Any], others: dict[str, int]) -> Output:
@@ -148,7 +174,7 @@ def _widest(x: Lanes, point: dict[str, Any], others: dict[str, int]) -> Output:
 
 
 def _inner(pair: OpPair) -> Iterator[dict[str, int]]:
-    """Yield dimensions but the first: the least there are, then those of production."""
+    """Yield dimensions but the first: the least there are, then those of production, if any."""
     others = list(pair.dims)[1:]
     yield {n: max(1, pair.dims[n].minimum) for n in others}
     for values in zip(*(sorted(pair.dims[n].production) for n in others), strict=False):

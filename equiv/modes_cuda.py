@@ -191,7 +191,7 @@ def gpu_hog(run: Any) -> Iterator[tuple[Any, Any]]:
         for turn in range(REPEATS):
             for side in sides:  # what is left of equals holds the call up till all copies are over
                 side.synchronize()
-            run.refresh()  # from the host, which may take longer than the copies
+            run.refresh()  # on the stream of the call, before any copy starts
             run.before_call = partial(copies, sides[turn % 2])
             actual = run.snapshot(run.call())
             run.intact()

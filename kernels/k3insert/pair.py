@@ -11,7 +11,7 @@ Elements are moved and never converted. The slot mapping follows from the point
 Domain: bf16 and fp16, any T, H from 1 up, any pitches and bases of ``q``, ``k_nope`` and ``k_pe``
 that are multiples of 16 bytes. ``kv_c`` and the cache are contiguous, as vLLM's op demands; the
 suite sees them as rows of elements without pitches. Not in it: rotary embedding, quantised caches,
-two tokens with one slot, and a cache past 2^31 elements.
+and two tokens with one slot.
 """
 
 from __future__ import annotations

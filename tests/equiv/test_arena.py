@@ -359,6 +359,14 @@ def test_the_buffer_is_kept_from_case_to_case() -> None:
     assert laid.arena.changed(bits) == [("r", 3)]
 
 
+def test_a_large_buffer_has_no_room_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = one(VIEWS["dense"]).arena
+    assert small.buffer.numel() > small.used + BASE
+    monkeypatch.setattr("equiv.arena.SPARE_BYTES", 0)
+    large = one(VIEWS["dense"]).arena
+    assert large.buffer.numel() == large.pristine.numel() <= large.used + BASE
+
+
 def test_a_sparse_operand_is_read_and_compared() -> None:
     operand = Operand("q", (18, 2, 8), "bf16")
     laid = Laid([operand], {"q": View((1 << 28, 8, 1))})

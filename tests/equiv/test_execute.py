@@ -16,6 +16,7 @@ import torch._dynamo
 from torch import Tensor
 
 from equiv import execute
+from equiv.arena import Arena, OutputArena
 from equiv.case import Case, Fill, View, parse
 from equiv.compare import place_of
 from equiv.execute import Executor, Loaded
@@ -530,6 +531,24 @@ def test_what_a_large_case_took_of_a_gpu_is_given_back_before_the_next(
     given_back = device != "cpu" and not limit
     assert bool(emptied) == given_back
     assert (executor.arenas("cpu") is not arenas) == given_back
+
+
+@pytest.mark.parametrize("large", ["operands", "outputs"])
+def test_so_is_it_where_the_operands_or_the_outputs_alone_were_large(
+    large: str, pair: OpPair, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = Executor(pair, Loaded("own", CLEAN, "dispatch"), "cpu", ())
+    given_back: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    arena, out = executor.arenas("cpu")
+    arena.used, out.room = (1 << 40, 0) if large == "operands" else (0, 1 << 40)
+    assert executor.run(parse(line())).status == "equal"
+    assert not given_back  # of a CPU
+    arena.used, out.room = (1 << 40, 0) if large == "operands" else (0, 1 << 40)
+    executor.device = "cuda:0"
+    monkeypatch.setattr(executor, "arenas", lambda _device: (Arena("cpu"), OutputArena("cpu")))
+    assert executor.run(parse(line())).status == "equal"
+    assert given_back == [True]
 
 
 def test_a_reference_that_fails_is_told_from_the_kernel(

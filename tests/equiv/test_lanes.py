@@ -317,6 +317,45 @@ def test_outputs_past_2_to_the_31_are_nightly_s_or_a_gpu_s(lanes: Make, pair: Op
     elements, size = largest(lanes("gate", GPU))
     assert elements > 1 << 31
     assert size > 1 << 32
+    tiled = [c for c in lanes("gate", GPU).plan("sizes").explicit if c.fill.kind == "tiled"]
+    overlapping = [c for c in tiled if c.views]
+    assert len(overlapping) == len(tiled) - 1
+    for case in overlapping:  # inputs whose rows overlap are light, so all is tokens
+        assert case["H"] == 1
+        k = pair.outputs(dict(case.point))[0]
+        assert int(np.prod(k.shape, dtype=np.int64)) * DTYPES[k.dtype].itemsize > 1 << 32
+
+
+@pytest.mark.parametrize("production", [True, False])
+@pytest.mark.parametrize("target", [GPU, Target("cpu")])
+def test_so_are_those_whose_columns_are_a_dimension_of_the_pair(
+    target: Target, *, production: bool, second_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    which = second_pair.ScaleAdd()
+    if not production:
+        bare = {n: replace(d, production=()) for n, d in which.dims.items()}
+        monkeypatch.setattr(which, "dims", bare, raising=False)
+    made = Lanes(which, replace(target, memory_bytes=1 << 40), PROFILES["nightly"], "stock", 0)
+    plan = made.plan("sizes")
+    cases = [dict(c.point) for c in plan.explicit if c.fill.kind == "tiled"]
+    assert plan.left_out == []
+    for dtype in which.axes["dtype"]:
+        sizes = [p["N"] * p["C"] for p in cases if p["dtype"] == dtype]
+        assert max(sizes) > 1 << 31
+    if target.cuda:  # the dense one, of 4 bytes an element
+        assert min(p["N"] * p["C"] for p in cases) > 1 << 30
+
+
+def test_what_is_written_counts_for_its_copies_as_well(second_pair: Any) -> None:
+    made = Lanes(second_pair.PAIR, Target("cpu"), PROFILES["nightly"], "stock", 0)
+    case = next(c for c in made.plan("sizes").explicit if c.fill.kind == "tiled")
+    point = dict(case.point)
+    total = point["N"] * point["C"] * 4
+    # The buffer, its pristine copy, and snapshots: expected, the colour before's, this one's.
+    target = Target("cpu", memory_bytes=3 * total + 5 * total)
+    plan = Lanes(second_pair.PAIR, target, PROFILES["nightly"], "stock", 0).plan("sizes")
+    assert any(t.startswith("out past 2^31 elements (needs") for t in plan.left_out)
+    assert case not in plan.explicit
 
 
 def test_a_small_gpu_leaves_what_does_not_fit_out_by_name(lanes: Make) -> None:

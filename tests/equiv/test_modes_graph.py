@@ -204,6 +204,14 @@ def test_a_clean_kernel_is_captured(gpu: PlayedGpu, pair: OpPair, line: Line) ->
     assert (gpu.pools, gpu.released) == ([], [])
 
 
+def test_a_graph_with_its_operands_baked_in_is_found(
+    gpu: PlayedGpu, pair: OpPair, line: Line
+) -> None:
+    executor = Executor(pair, Loaded("own", CLEAN, "dispatch"), "cpu", ())  # a replay does nothing
+    result = executor.run(case_of(line(mode="graph")))
+    assert (result.status, gpu.current) == ("divergence", "caller's")
+
+
 def left_well(gpu: PlayedGpu) -> bool:
     return (gpu.current, gpu.capturing, gpu.pools) == ("caller's", False, [])
 
@@ -353,7 +361,7 @@ def test_nothing_of_a_case_is_left_to_run_beside_the_next(
     assert beside.pending == 0
 
 
-def test_the_hog_s_copies_start_after_all_that_is_written_from_the_host(
+def test_the_hog_s_copies_start_after_all_that_is_put_back(
     beside: SideStream, pair: OpPair, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pending: list[int] = []

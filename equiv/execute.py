@@ -231,6 +231,7 @@ class CaseRun:
 
     def reference(self) -> Snapshot:
         """Run the stock ops on the operands as they lie in the arena."""
+        self.put_back()
         try:
             outputs = self.pair.reference(self.arena.tensors(), self.point)
         except torch.OutOfMemoryError:
@@ -327,7 +328,10 @@ class CaseRun:
         return snapshot
 
     def intact(self) -> None:
-        """Check the inputs, their gaps and bands, and the outputs' bands."""
+        """Check the inputs, their gaps and bands, the outputs' bands, and what calls share."""
+        beside = self.put_back()
+        if beside:
+            raise Found("input_changed", f"changed: {', '.join(beside)}")
         changed = self.arena.changed(self.bits)
         if changed:
             name, at = changed[0]
@@ -342,6 +346,17 @@ class CaseRun:
             raise Found(
                 "out_of_bounds", f"wrote at byte {at:+d} from the edge of allocation {which + 1}"
             )
+
+    def put_back(self) -> list[str]:
+        """Restore what calls share beside the operands; return the names of what was changed."""
+        beside = getattr(self.pair, "beside", None)  # a pair need not have any
+        shared = beside(self.point, self.arena.buffer.device) if beside else {}
+        changed = [
+            n for n, (seen, right) in shared.items() if not torch.equal(raw(seen), raw(right))
+        ]
+        for name in changed:
+            shared[name][0].copy_(shared[name][1])
+        return changed
 
     def same(self, expected: Snapshot, actual: Snapshot) -> bool:
         """Whether every output has the expected bytes."""

@@ -139,7 +139,8 @@ class OpPair(Protocol):
 
     A pair may also have ``variants``: name to ``(inputs, point) -> outputs``, as ``oracle`` gives
     them, for declared divergences whose bytes don't follow from one input element; masked
-    (``numpy.ma``) where any bytes will do, as after a race.
+    (``numpy.ma``) where any bytes will do, as after a race. And ``beside(point, device)``: name to
+    a tensor that all calls are given beside the operands and a copy that none is.
     """
 
     def valid(self, point: Mapping[str, Any]) -> bool:

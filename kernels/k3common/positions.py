@@ -8,6 +8,7 @@ otherwise bytes would depend on the compiler.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -43,7 +44,18 @@ def table() -> NDArray[np.float32]:
     return made
 
 
-@lru_cache(maxsize=64)
+Kept: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A tensor that all calls are given, and a copy that none is."""
+
+
+def kept(tokens: int, kind: str, device: torch.device, scaled: str | None) -> dict[str, Kept]:
+    """Return what calls share beside the operands: positions, table and inverse scales, by name."""
+    turn = {"positions": _positions_on(tokens, device), "table": _table_on(device)}
+    made = {} if kind == "off" else turn
+    scaling = () if scaled is None else _scales_on(scaled, device)
+    return made | {f"scale {i}": s for i, s in enumerate(scaling)}
+
+
 def on_device(
     tokens: int, kind: str, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -53,15 +65,29 @@ def on_device(
     """
     if kind == "off":
         return None, None
-    return torch.from_numpy(positions(tokens)).to(device), _table_on(device)
+    return _positions_on(tokens, device)[0], _table_on(device)[0]
+
+
+def scales(kind: str, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the inverse scales of q, k, v and the cache, float32 ``[1]`` each; kept as well."""
+    return tuple(seen for seen, _ in _scales_on(kind, device))
+
+
+def _twice(made: torch.Tensor) -> Kept:
+    return made, made.clone()
+
+
+@lru_cache(maxsize=64)
+def _positions_on(tokens: int, device: torch.device) -> Kept:
+    return _twice(torch.from_numpy(positions(tokens)).to(device))
 
 
 @lru_cache(maxsize=8)
-def _table_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(table()).to(device)
+def _table_on(device: torch.device) -> Kept:
+    return _twice(torch.from_numpy(table()).to(device))
 
 
 @lru_cache(maxsize=16)
-def scales(kind: str, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the inverse scales of q, k, v and the cache, float32 ``[1]`` each; kept as well."""
-    return tuple(torch.tensor([s], dtype=torch.float32, device=device) for s in SCALES[kind])
+def _scales_on(kind: str, device: torch.device) -> tuple[Kept, ...]:
+    made = (torch.tensor([s], dtype=torch.float32, device=device) for s in SCALES[kind])
+    return tuple(map(_twice, made))

@@ -189,6 +189,12 @@ class K3Decode(RowPair):
         )
         return {"mqa_q": made}
 
+    def beside(self, point: Point, device: Any) -> Mapping[str, tuple[Any, Any]]:
+        """Return what calls share beside the operands: each tensor, and what it must hold."""
+        mapping = slots.kept(int(point["T"]), point["slots"], device)
+        more = positions.kept(int(point["T"]), point["rope"], device, point["scales"])
+        return {"slot_mapping": mapping, **more}
+
     def reference(self, tensors: Mapping[str, Any], point: Point) -> Mapping[str, Any]:
         """Run the statements."""
         return self.call(stock.concat_and_insert, tensors, point, None)

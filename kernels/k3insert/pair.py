@@ -156,6 +156,11 @@ class K3Insert(RowPair):
         kv_c = tensors["kv_c"].view(int(point["T"]), stock.LATENT)
         return {"k": kernel(tensors["q"], k_nope, tensors["k_pe"], kv_c, cache, mapping)}
 
+    def beside(self, point: Point, device: Any) -> Mapping[str, tuple[Any, Any]]:
+        """Return what calls share beside the operands: each tensor, and what it must hold."""
+        mapping = slots.kept(int(point["T"]), point["slots"], device)
+        return {"slot_mapping": mapping}
+
     def reference(self, tensors: Mapping[str, Any], point: Point) -> Mapping[str, Any]:
         """Run the stock statements."""
         return self.call(stock.insert, tensors, point, None)

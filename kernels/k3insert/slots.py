@@ -54,10 +54,16 @@ def mapping(tokens: int, kind: str) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=64)
-def tensor(tokens: int, kind: str, device: torch.device) -> torch.Tensor:
-    """Return the mapping on a device.
+def kept(tokens: int, kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mapping on a device, and a copy that no call is given.
 
     It is kept, so that a call being captured, or one whose allocations are watched, makes none:
     the reference, which runs first, has made it.
     """
-    return torch.from_numpy(mapping(tokens, kind)).to(device)
+    made = torch.from_numpy(mapping(tokens, kind)).to(device)
+    return made, made.clone()
+
+
+def tensor(tokens: int, kind: str, device: torch.device) -> torch.Tensor:
+    """Return the mapping on a device, the same tensor for all calls."""
+    return kept(tokens, kind, device)[0]

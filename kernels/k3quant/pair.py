@@ -159,6 +159,12 @@ class K3Quant(RowPair):
         q8, k8, v8 = kernel(q, k_nope, k_pe, kv_c, v, cache, mapping, scales, *turn)
         return {"q8": q8, "k8": k8, "v8": v8}
 
+    def beside(self, point: Point, device: Any) -> Mapping[str, tuple[Any, Any]]:
+        """Return what calls share beside the operands: each tensor, and what it must hold."""
+        mapping = slots.kept(int(point["T"]), point["slots"], device)
+        more = positions.kept(int(point["T"]), point["rope"], device, point["scales"])
+        return {"slot_mapping": mapping, **more}
+
     def reference(self, tensors: Mapping[str, Any], point: Point) -> Mapping[str, Any]:
         """Run the statements."""
         return self.call(stock.quantise_and_insert, tensors, point, None)

@@ -86,6 +86,9 @@ def test_every_fault_shows_somewhere(fault: Any, monkeypatch: pytest.MonkeyPatch
     if fault.id == "I11":  # past 2^31 elements, which takes a GPU; here past 2^12
         assert all(same(run(kernel, point), point) for point in POINTS)
         monkeypatch.setattr("k3insert.faults.slots.HALF", 1 << 12)
+    if fault.id == "I12":  # the mapping alone: tests/k3common/test_beside.py
+        assert all(same(run(kernel, point), point) for point in POINTS)
+        return
     if fault.id == "I10":  # -0 in q, which random bits seldom have
         q = torch.tensor([-0.0]).bfloat16().expand(1, 1, 192).clone()
         rest = {n: torch.zeros(o.shape).bfloat16() for n, o in operands(POINTS[6]).items()}

@@ -23,6 +23,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault("I09", "k_pe written for head 0 only", "entries:head_zero", "shapes"),
     _fault("I10", "q written in place", "entries:q_written", "patterns"),
     _fault("I11", "cache offset in 31 bits", "slots:int32_offset", "sizes", "large"),
+    _fault("I12", "slot mapping written in place", "slots:marks_padding", "shapes"),
 )
 
 HARMLESS: tuple[Fault, ...] = (

@@ -352,7 +352,9 @@ class CaseRun:
         beside = getattr(self.pair, "beside", None)  # a pair need not have any
         shared = beside(self.point, self.arena.buffer.device) if beside else {}
         changed = [
-            n for n, (seen, right) in shared.items() if not torch.equal(raw(seen), raw(right))
+            n
+            for n, two in shared.items()
+            if not torch.equal(*(integers(t, copy=False) for t in two))
         ]
         for name in changed:
             shared[name][0].copy_(shared[name][1])

@@ -87,6 +87,15 @@ def test_a_kernel_that_changes_it_is_found_and_the_next_one_is_not(which: str, n
     assert met
 
 
+@pytest.mark.parametrize("which", CLEAN)
+def test_without_tokens_there_is_nothing_to_change(which: str) -> None:
+    pair = load_pair(which)
+    kernel = Loaded("own", import_function(CLEAN[which]), "dispatch")
+    for point in points(pair):
+        case = case_of(pair, point | {"T": 0})
+        assert Executor(pair, kernel, "cpu", ()).run(case).status == "equal"
+
+
 @pytest.mark.parametrize("mode", CPU_MODES)
 def test_marked_padding_is_found_in_every_mode(mode: str) -> None:
     pair = load_pair("k3insert")

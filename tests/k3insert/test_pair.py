@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from equiv.candidates import import_function
 from equiv.pairs import OpPair, load_pair
 from k3insert import slots, stock
+from k3insert.faults.kernel import CLEAN
 from k3insert.pair import PAIR
 from k3insert.slots import BLOCK_SIZES
 from kvpack.spec import Unavailable
@@ -27,6 +29,14 @@ POINTS = [
     for kind in BLOCK_SIZES
 ]
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def filled() -> Iterator[None]:
+    """Fill what torch allocates: left there by an earlier call, bytes may happen to be right."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def inputs_of(point: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
@@ -96,6 +106,13 @@ def test_every_fault_shows_somewhere(fault: Any, monkeypatch: pytest.MonkeyPatch
         assert not torch.signbit(q).any()
         return
     assert not all(same(run(kernel, point), point) for point in POINTS)
+
+
+def test_so_does_what_is_left_unwritten_where_an_earlier_call_left_the_right_bytes() -> None:
+    kernel = import_function("k3insert.faults.entries:head_zero")
+    for point in POINTS:
+        assert same(run(CLEAN, point), point)
+        assert same(run(kernel, point), point) == (point["T"] * (point["H"] - 1) == 0), point
 
 
 def operands(point: dict[str, Any]) -> dict[str, Any]:

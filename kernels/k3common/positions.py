@@ -50,10 +50,11 @@ Kept: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 def kept(tokens: int, kind: str, device: torch.device, scaled: str | None) -> dict[str, Kept]:
     """Return what calls share beside the operands: positions, table and inverse scales, by name."""
-    turn = {"positions": _positions_on(tokens, device), "table": _table_on(device)}
-    made = {} if kind == "off" else turn
     scaling = () if scaled is None else _scales_on(scaled, device)
-    return made | {f"scale {i}": s for i, s in enumerate(scaling)}
+    made = {f"scale {i}": s for i, s in enumerate(scaling)}
+    if kind != "off":
+        made |= {"positions": _positions_on(tokens, device), "table": _table_on(device)}
+    return made
 
 
 def on_device(

@@ -52,6 +52,10 @@ def _int32_offset(slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     return kernel.place(slot * stock.ENTRY % HALF // stock.ENTRY, block_size)
 
 
+int32_offset = Insert(place=_int32_offset)
+"""I11: offsets in the cache, in elements, have 31 bits: entries past that land on earlier ones."""
+
+
 def marks_padding(
     q: Tensor, k_nope: Tensor, k_pe: Tensor, kv_c: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
@@ -59,7 +63,3 @@ def marks_padding(
     k = kernel.CLEAN(q, k_nope, k_pe, kv_c, kv_cache, slot_mapping)
     slot_mapping.masked_fill_(slot_mapping < 0, -2)
     return k
-
-
-int32_offset = Insert(place=_int32_offset)
-"""I11: offsets in the cache, in elements, have 31 bits: entries past that land on earlier ones."""
